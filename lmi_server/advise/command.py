@@ -36,6 +36,8 @@ def advise_server(
     with plain_configuration_errors():
         if url is None and log is None:
             raise ConfigurationError("nothing to look at: name the URL of a server, or a file with its log by --log")
+        if url is not None and "://" not in url:
+            raise ConfigurationError(f"{url} is no URL; name that of a server, such as http://127.0.0.1:8080")
         evidence = Evidence()
         if log is not None:
             add_log(evidence, _lines(log))

@@ -179,6 +179,7 @@ def test_a_live_server_and_its_log(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "nothing to look at: name the URL of a server"),
+        (["models/mine"], "models/mine is no URL; name that of a server, such as http://127.0.0.1:8080"),
         (["http://127.0.0.1:1"], "http://127.0.0.1:1/metrics: "),
         (["--log", "nowhere"], "--log nowhere: [Errno 2]"),
         (["--log", "empty"], "empty has no line about a batch"),

@@ -32,7 +32,7 @@ def mixed_gguf(path: Path, most: str, others: str) -> Path:
 
     Files named _K_M are mixed so. The tokenizer of bytes is saved beside the file.
     """
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
 
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(path.parent)
@@ -50,8 +50,12 @@ def mixed_gguf(path: Path, most: str, others: str) -> Path:
     def add(name: str, outputs: int, inputs: int = _HIDDEN) -> None:
         is_other = any(part in name for part in ("attn_v", "ffn_down", "output.weight"))
         form = others if is_other and "attn_output" not in name else most
-        stored = random_blocks(form, outputs, inputs, _SIZES[form])
-        writer.add_tensor(name, stored.raw.numpy(), raw_dtype=GGMLQuantizationType[form.upper()])
+        if form in _SIZES:
+            raw = random_blocks(form, outputs, inputs, _SIZES[form]).raw.numpy()
+        else:
+            weights = np.random.default_rng(outputs * inputs).standard_normal((outputs, inputs), np.float32)
+            raw = quants.quantize(weights, GGMLQuantizationType[form.upper()])
+        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType[form.upper()])
 
     add("token_embd.weight", len(tokenizer))
     add("output.weight", len(tokenizer))

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from handlers.checkpoints.blocks.formats import FORMATS, StoredWeight
+from handlers.checkpoints.blocks.formats import FORMATS, Q8_0, StoredWeight
 from handlers.checkpoints.blocks.layers import BlockLinear, StoredEmbedding
 from handlers.checkpoints.quantization import weight_details
 
 logger = logging.getLogger(__name__)
+
+_Q5_0, _Q5_0_BYTES = "q5_0", 22  # of a block of 32 weights
 
 
 def keep_stored(model: Any, path: str) -> dict[str, Any]:
@@ -72,11 +74,25 @@ def _known_weights(model: Any, path: str) -> Iterator[tuple[str, StoredWeight]]:
     names = get_gguf_hf_weights_map(model, processor)
     for tensor in reader.tensors:
         name = re.sub(r"\.weight$", "", names.get(tensor.name, ""))
-        known = FORMATS.get(tensor.tensor_type.name.lower())
-        if name and known is not None and tensor.data.ndim == 2:
+        form = tensor.tensor_type.name.lower()
+        if name and tensor.data.ndim == 2 and (form == _Q5_0 or form in FORMATS):
             # Mapped so that torch takes it: pages without writers stay the file's.
-            raw = np.memmap(path, np.uint8, "c", int(tensor.data_offset), tensor.data.shape)
-            yield name, StoredWeight(known, torch.from_numpy(raw))
+            mapped = np.memmap(path, np.uint8, "c", int(tensor.data_offset), tensor.data.shape)
+            raw = torch.from_numpy(mapped)
+            yield name, StoredWeight(Q8_0, _as_q8_0(raw)) if form == _Q5_0 else StoredWeight(FORMATS[form], raw)
+
+
+def _as_q8_0(raw: torch.Tensor) -> torch.Tensor:
+    """Return rows of Q5_0 as such of Q8_0 with the same numbers and scales: a float16, 32 fifth bits, and lower halves.
+
+    Files named _K_M have Q5_0 where 256 divides no width. Unpacked to bfloat16 such a layer takes twice as much, and
+    is not fused with those beside it.
+    """
+    blocks = raw.unflatten(1, (-1, _Q5_0_BYTES))
+    scales, fifth, halves = blocks.split((2, 4, 16), dim=2)
+    high = (fifth[:, :, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(2)
+    numbers = (torch.cat((halves & 15, halves >> 4), dim=2) | high << 4).view(torch.int8) - 16
+    return torch.cat((scales, numbers.view(torch.uint8)), dim=2).flatten(1)
 
 
 def _in_order(stored: StoredWeight, expected: torch.Tensor, config: Any) -> StoredWeight | None:

@@ -192,6 +192,18 @@ def test_a_file_of_mixed_formats_generates_what_its_unpacked_weights_do(tmp_path
     assert engine.fused["mlps"] == engine.fused["attentions"] == engine.fused["decoder_layers"] > 0
 
 
+def test_a_file_in_q5_0_is_held_in_blocks_of_the_same_weights(tmp_path: Path) -> None:
+    path = str(mixed_gguf(tmp_path / "model.gguf", "q5_0", "q8_0"))
+    unpacked, model = (load_model(AutoModelForCausalLM, path, HuggingFaceOptions(dtype="fp32")) for _ in range(2))
+    assert "16 q8_0" in keep_stored(model, path)["quantization"]
+    assert not any(type(module) is torch.nn.Linear for module in model.modules())
+    hidden = torch.eye(model.config.hidden_size)
+    for name in ("q_proj", "k_proj", "o_proj"):
+        layers = (getattr(each.model.layers[1].self_attn, name) for each in (model, unpacked))
+        found, expected = (layer(hidden) for layer in layers)
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.slow
 def test_decoding_in_bfloat16_is_one_call(plain: Path) -> None:
     options = HuggingFaceOptions(dtype="bf16", quantize="q4_0")
