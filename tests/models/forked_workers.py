@@ -1,6 +1,7 @@
 """Workers as forks of their server, which has imported what they need: a start costs no imports. For tests only.
 
-`install` replaces how lmi_server/supervisor/launch/worker_launch.py starts a process. The ranks of a group are forks as
+`install` replaces how lmi_server/supervisor/launch/worker_launch.py starts a process. A fork reads no PYTHONPATH: the
+variable TEST_PACKAGES is a folder of packages for it. The ranks of a group are forks as
 well (fork_requests.py), but for those with no more libraries than every worker: their groups start as ever.
 """
 
@@ -128,6 +129,7 @@ def _work(
     _keep_files(outputs, inherited)
     _forget_the_server()
     os.environ.update(variables)
+    sys.path[:0] = filter(None, [variables.get("TEST_PACKAGES")])
     sys.orig_argv = list(command)
     sys.argv = list(command[command.index("-m") + 1 :])
     sys.modules["__main__"] = worker_program  # processes that an engine spawns import it

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_servers import forked_workers
 from neuronx_helpers import (
     FAKE_TRANSFORMERS_NEURONX,
     HeldGraphs,
@@ -22,7 +23,6 @@ from neuronx_helpers import (
     pass_of_the_next,
     started,
 )
-from paths import ROOT, TESTS
 from relay_helpers import on_loop
 from rolling_batch_helpers import generated
 from server_helpers import Server, running
@@ -233,12 +233,13 @@ def test_partition_writes_a_model_that_is_ready_to_be_served(models: Path, tmp_p
     """A worker compiles it. What `check` finds is the missing device alone, and the load compiles nothing."""
     origin, target = tmp_path / "origin", tmp_path / "target"
     origin.mkdir()
-    path = os.pathsep.join(map(str, (ROOT, FAKE_TRANSFORMERS_NEURONX, TESTS / "support")))
     (origin / "serving.properties").write_text(
         "option.entryPoint=djl_python.transformers_neuronx\noption.n_positions=64\noption.rolling_batch=auto\n"
-        f"option.max_rolling_batch_size=2\noption.model_id={models / 'llama'}\noption.env=PYTHONPATH={path}\n"
+        f"option.max_rolling_batch_size=2\noption.model_id={models / 'llama'}\n"
+        f"option.env=TEST_PACKAGES={FAKE_TRANSFORMERS_NEURONX}\n"
     )
-    partition(named_source(str(origin)), target, {})
+    with forked_workers("transformers"):
+        partition(named_source(str(origin)), target, {})
     assert "model_id" not in (target / "serving.properties").read_text()
     explained = explain(inspect_model(target, {}))
     assert explained.problems == explained.files == ()
@@ -252,12 +253,13 @@ def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     """Serve the small Llama; its Neuron core fails at position 41, and works again in a new process."""
     directory = tmp_path_factory.mktemp("served") / "model"
     shutil.copytree(models / "llama", directory)
-    path = os.pathsep.join(map(str, (ROOT, FAKE_TRANSFORMERS_NEURONX, TESTS / "support")))
+    fails = "FAKE_NEURONX_FAILS=core"
     (directory / "serving.properties").write_text(
         "option.entryPoint=djl_python.transformers_neuronx\noption.rolling_batch=auto\noption.n_positions=64\n"
-        f"option.max_rolling_batch_size=2\noption.env=FAKE_NEURONX_FAILS=core,PYTHONPATH={path}\nretry_threshold=10\n"
+        f"option.max_rolling_batch_size=2\noption.env={fails},TEST_PACKAGES={FAKE_TRANSFORMERS_NEURONX}\n"
+        "retry_threshold=10\n"
     )
-    with running(directory, workers=1) as process:
+    with running(directory, libraries="transformers", workers=1) as process:
         yield process
 
 
