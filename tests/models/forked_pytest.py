@@ -1,0 +1,89 @@
+"""The processes of pytest-xdist as forks: `python forked_pytest.py FD SOCKET PATHS ARGUMENTS...`.
+
+FD is the socket that listens at SOCKET, where `fork_requests.py` asks; PATHS is sys.path as JSON, and ARGUMENTS are
+those of pytest. This process collects the tests once, and so imports what all of them do. A fork collects them again,
+in a fifth of the time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+import fork_requests
+import pytest
+
+from lmi_server.processes.parents import end_with_parent
+
+_BY_ITSELF = ("-n0", "--collect-only", "-q", "-p", "no:cacheprovider")
+
+
+class _Unfinished:
+    """Forgets the modules whose import an error or a skip has ended: each fork imports and reports them itself."""
+
+    def __init__(self) -> None:
+        self._files: set[str] = set()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not report.passed:
+            self._files.add(report.nodeid.partition("::")[0])
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        files = {str(session.config.rootpath / file) for file in self._files}
+        for name, module in list(sys.modules.items()):
+            if getattr(module, "__file__", None) in files:
+                del sys.modules[name]
+
+
+def main(listening: int, paths: str, arguments: Sequence[str]) -> None:
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path[:] = json.loads(paths)
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        pytest.main([*arguments, *_BY_ITSELF], [_Unfinished()])
+    gc.freeze()
+    be(fork_requests.Forks(socket.socket(fileno=listening)).next_fork())
+
+
+def be(asked: fork_requests.Asked) -> NoReturn:
+    """Be the `python -c PROGRAM` that was asked for, from its start to its end."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.chdir(asked.directory)
+        os.environ.clear()
+        os.environ.update(asked.variables)
+        for number, file in enumerate(asked.files):
+            os.dup2(file, number)
+            os.close(file)
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if "torch" in sys.modules and threads.isdecimal() and threads != "1":
+            sys.modules["torch"].set_num_threads(int(threads))  # it was imported with another number
+        *_, program = asked.words
+        sys.argv = ["-c"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(program, vars(sys.modules["__main__"]))
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:  # noqa: BLE001 - a fork must not go on as the process that forks
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for other threads, as an interpreter does
+        atexit._run_exitfuncs()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[3], sys.argv[4:])
