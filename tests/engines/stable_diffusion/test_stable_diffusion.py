@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,12 +20,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from forked_servers import run_command
 from huggingface_hub import InferenceClient
 from model_directories import write_properties
 from neuronx_helpers import FAKE_OPTIMUM_NEURON, importable
-from paths import DATA, ROOT, TESTS
+from paths import DATA
 from pipeline_helpers import request, started
-from product_helpers import COMMANDS
 from server_helpers import Server, connect, running
 from tiny_pipelines import (
     SIDE,
@@ -659,17 +658,13 @@ def test_a_pipeline_that_neuron_has_no_graphs_for_is_refused(tmp_path: Path) -> 
 def test_the_command_line_compiles_a_pipeline_ahead_of_time(tiny: Path, tmp_path: Path) -> None:
     """What `check` then finds is the missing device alone, and the load compiles nothing."""
     origin, target = tmp_path / "origin", tmp_path / "target"
-    write_properties(origin, **INF2, model_id=tiny)
-    command = [str(COMMANDS / "lmi-server"), "partition", str(origin), "--save", str(target)]
+    write_properties(origin, **INF2, model_id=tiny, env=f"TEST_PACKAGES={FAKE_OPTIMUM_NEURON}")
     fake_neuron_ls = tmp_path / "neuron-ls"
     fake_neuron_ls.write_text(f"#!/bin/sh\ncat {DATA / 'device_tools' / 'neuron_ls.json'}\n")
     fake_neuron_ls.chmod(0o755)
-    variables = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FAKE_OPTIMUM_NEURON, TESTS / "support"))),
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-    }
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, timeout=300)
+    variables = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = ("partition", str(origin), "--save", str(target))
+    done = run_command(*command, env=variables, cwd=tmp_path, libraries="diffusers")
     assert done.returncode == 0, done.stderr
     assert (target / "unet" / "model.neuron").is_file()
     assert "model_id" not in (target / "serving.properties").read_text()
