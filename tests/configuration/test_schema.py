@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -24,26 +25,30 @@ from lmi_server.configuration.properties import parse_properties
 from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.schema.documents import config_properties, model_file, serving_properties
 
-SERVING = jsonschema.Draft202012Validator(serving_properties())
-CONFIG = jsonschema.Draft202012Validator(config_properties())
-MODEL_FILE = jsonschema.Draft202012Validator(model_file())
 RAY_SAMPLES = [*SAMPLES.glob("ray/*.yaml")]
 _KINDS = {load_options_type(spec) for spec in HANDLERS.specs} | {ServingOptions, ServerSettings}
 DECLARING = sorted(_KINDS, key=lambda declaring: declaring.__name__)
+
+
+@functools.cache
+def schema(document: Callable[[], dict[str, Any]]) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(document())
 
 
 def flat(text: str) -> dict[str, str]:
     return {key: entry.value.strip() for key, entry in parse_properties(text, "file").entries.items()}
 
 
-@pytest.mark.parametrize("kind", [SERVING, CONFIG, MODEL_FILE], ids=["serving", "config", "model-file"])
-def test_a_schema_is_one(kind: Any) -> None:
-    jsonschema.Draft202012Validator.check_schema(kind.schema)
+@pytest.mark.parametrize(
+    "kind", [serving_properties, config_properties, model_file], ids=["serving", "config", "model-file"]
+)
+def test_a_schema_is_one(kind: Callable[[], dict[str, Any]]) -> None:
+    jsonschema.Draft202012Validator.check_schema(schema(kind).schema)
 
 
 @pytest.mark.parametrize("sample", sorted(SAMPLES.glob("*.properties")), ids=lambda sample: sample.stem)
 def test_every_sample_is_valid(sample: Any) -> None:
-    SERVING.validate(flat(sample.read_text(encoding="utf-8")))
+    schema(serving_properties).validate(flat(sample.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("sample", sorted([*RAY_SAMPLES, *(ROOT / "deploy").rglob("*model*.yaml")]), ids=str)
@@ -51,7 +56,7 @@ def test_every_model_file_is_valid(sample: Any) -> None:
     content = yaml.safe_load(sample.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.keys().isdisjoint(("engine_config", "model_loading_config")):
         pytest.skip("no model file")
-    MODEL_FILE.validate(content)
+    schema(model_file).validate(content)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +76,8 @@ def test_every_model_file_is_valid(sample: Any) -> None:
     ],
 )
 def test_a_wrong_value_is_refused(line: str) -> None:
-    assert not SERVING.is_valid(flat(line))
-    assert SERVING.is_valid(flat(line.partition("=")[0] + "="))  # which leaves the key unset
+    assert not schema(serving_properties).is_valid(flat(line))
+    assert schema(serving_properties).is_valid(flat(line.partition("=")[0] + "="))  # which leaves the key unset
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def test_a_wrong_value_is_refused(line: str) -> None:
     ],
 )
 def test_settings_of_the_server(values: dict[str, Any], valid: bool) -> None:
-    assert CONFIG.is_valid(values) == valid
+    assert schema(config_properties).is_valid(values) == valid
 
 
 ENGINE = {"model_id": "m"}
@@ -110,12 +115,12 @@ ENGINE = {"model_id": "m"}
     ],
 )
 def test_model_files(content: dict[str, Any], valid: bool) -> None:
-    assert MODEL_FILE.is_valid(content) == valid
+    assert schema(model_file).is_valid(content) == valid
 
 
 def test_a_strict_schema_refuses_unknown_keys() -> None:
     strict = jsonschema.Draft202012Validator(serving_properties(strict=True))
-    assert SERVING.is_valid({"option.own_key": "1"})
+    assert schema(serving_properties).is_valid({"option.own_key": "1"})
     assert not strict.is_valid({"option.dtpye": "fp16"})
     assert strict.is_valid({"option.dtype": "FP16", "option.s3url": "s3://bucket/model"})
 
@@ -149,7 +154,7 @@ def is_right(option: Option, text: str) -> bool:
 
 @pytest.mark.parametrize("declaring", DECLARING, ids=lambda declaring: declaring.__name__)
 def test_the_schema_takes_whatever_check_takes(declaring: Any) -> None:
-    validator = CONFIG if declaring is ServerSettings else SERVING
+    validator = schema(config_properties if declaring is ServerSettings else serving_properties)
     refused = [
         (option.key, text)
         for option in declaring.declared_options()
@@ -167,7 +172,7 @@ def test_numbers_that_check_takes_are_valid(text: str) -> None:
     known = {option.key: option for declaring in DECLARING for option in declaring.declared_options()}
     for key in ("minWorkers", "option.mem_fraction_static", "option.max_model_len", "quarantine_time"):
         if is_right(known[key], text.strip()):
-            assert SERVING.is_valid({key: text.strip()}), key
+            assert schema(serving_properties).is_valid({key: text.strip()}), key
 
 
 @pytest.mark.parametrize("name", ["serving.properties", "model-file", "config.properties"])
