@@ -157,6 +157,17 @@ def test_a_tensor_outside_of_the_file_is_a_fault_of_the_file(tmp_path: Path, ten
     assert fault.startswith(f"has {path.stat().st_size} bytes, and by its header it should have ")
 
 
+def test_the_estimate_counts_blocks_as_a_cpu_holds_them(tmp_path: Path) -> None:
+    q5_0, q8_0 = 6, 8
+    tensors = [tensor_of("token_embd.weight", 0, (32, 2), q8_0), tensor_of("q", 96, (32,), q5_0), tensor_of("n", 128)]
+    keys = [key_of("general.architecture", 8, U64(5) + b"llama")]
+    hostile_gguf(tmp_path / "m.gguf", keys, tensors)
+    gpu = Machine(2**34, 2**34, gpus=(Gpu("0", 2**34, 2**34),), engines=ENGINES)
+    in_blocks, unpacked = 68 + 68 + 34 + 16, 2 * (64 + 32 + 8)
+    for line, machine, held in (("", NO_GPU, in_blocks), ("option.dtype=bf16", NO_GPU, unpacked), ("", gpu, unpacked)):
+        assert explain(inspected(tmp_path, line, machine=machine)).memory["weights_bytes"] == held
+
+
 def test_a_name_of_an_architecture_is_quoted_in_short(tmp_path: Path) -> None:
     name = "\x1b[2J" + "a" * 100_000
     path = hostile_gguf(tmp_path / "m.gguf", [key_of("general.architecture", 8, U64(len(name)) + name.encode())])

@@ -85,7 +85,7 @@ def estimate(
     engine: EngineMemory[ModelOptions], location: str, config: Mapping[str, Any], devices: int, machine: Machine
 ) -> Estimate:
     """Estimate the memory of the model at `location`, split over `devices`; `config` is its config.json or empty."""
-    model = _Model(engine, location, config)
+    model = _Model(engine, location, config, machine.device_kind)
     parameters = model.parameters()
     per_token = model.kv_bytes_per_token()
     context = engine.options.context_length() or _int(
@@ -221,11 +221,14 @@ def inner_size(text: Mapping[str, Any], experts: int) -> int | None:
 class _Model:
     """A model by its config.json, whose sizes are 0 if they are unknown, and by its files."""
 
-    def __init__(self, engine: EngineMemory[ModelOptions], location: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, engine: EngineMemory[ModelOptions], location: str, config: Mapping[str, Any], device_kind: str
+    ) -> None:
         self.text: Mapping[str, Any] = config.get("text_config") or config
         self._engine = engine
         self._location = location
         self._config = config
+        self._in_blocks = is_gguf(location) and engine.options.dtype == "auto" and device_kind == "cpu"
         self._is_quantised = bool(config.get("quantization_config"))
         self._quantize = getattr(engine.options, "quantize", None) or ""
         self._width = self._bytes_per_weight(engine.options.dtype)
@@ -240,6 +243,8 @@ class _Model:
         return self._parameters_of_files() or self._parameters_of_shape()
 
     def weights_bytes(self, parameters: int | None) -> int | None:
+        if self._in_blocks:
+            return read_gguf(Path(self._location)).held
         if self._is_quantised:
             return _size_of_files(self._location) or None
         if parameters is None:
@@ -250,7 +255,7 @@ class _Model:
 
     def unquantized_bytes(self, parameters: int | None) -> int | None:
         """Return the bytes of the weights if they were not quantised; None if they are not."""
-        quantised = self._is_quantised or self._quantize in _QUANTISED
+        quantised = self._in_blocks or self._is_quantised or self._quantize in _QUANTISED
         return parameters * self._width if quantised and parameters is not None else None
 
     def kv_bytes_per_token(self) -> int | None:

@@ -60,6 +60,8 @@ _BLOCKS = {
     35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18),
 }
 # fmt: on
+# Of the types that stay in blocks on a CPU. Those in Q5_0 have numbers of 8 bits there.
+_BLOCKS_IN_MEMORY = {kind: _BLOCKS[kind] for kind in (2, 3, 8, 12, 13, 14)} | {6: _BLOCKS[8]}
 
 
 class _WrongHeaderError(ValueError):
@@ -73,19 +75,22 @@ class _Tensor(NamedTuple):
     parameters: int
     offset: int
     end: int | None
+    held: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     """What the header says: `values` by key (of arrays, their lengths), the names of the tensors, and their weights.
 
-    `end` is the size that the file must have at least; None if a tensor is of a type that is not known here.
+    `end` is the size that the file must have at least; None if a tensor is of a type that is not known here. `held`
+    are the bytes of the weights on a CPU, where blocks stay as they are and others become bfloat16.
     """
 
     values: Mapping[str, Any]
     tensors: frozenset[str]
     parameters: int
     end: int | None
+    held: int
 
     @property
     def architecture(self) -> str:
@@ -179,6 +184,7 @@ class _HeaderReader:
             tensors=frozenset(tensor.name for tensor in tensors),
             parameters=sum(tensor.parameters for tensor in tensors),
             end=start + max(known, default=0) if len(known) == len(tensors) else None,
+            held=sum(tensor.held for tensor in tensors) + _held_as_head(tensors),
         )
 
     def _values(self, count: int) -> dict[str, Any]:
@@ -198,7 +204,9 @@ class _HeaderReader:
             raise ValueError("more dimensions than ggml has")  # whose product would take ever longer
         shape = [self._scalar("Q") for _ in range(dimensions)]
         kind, offset = self._scalar("I"), self._scalar("Q")
-        return _Tensor(name, math.prod(shape), offset, _end_of(shape, kind, offset))
+        inputs, size = _BLOCKS_IN_MEMORY.get(kind, (1, 2))
+        held = math.prod(shape) * size // inputs
+        return _Tensor(name, math.prod(shape), offset, _end_of(shape, kind, offset), held)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -264,6 +272,14 @@ def _refuse_shared_bytes(tensors: Sequence[_Tensor], alignment: int) -> None:
             raise _WrongHeaderError(f"tensor {name} begins inside of tensor {before}")
         names.add(tensor.name)
         end, before = tensor.end or tensor.offset, name
+
+
+def _held_as_head(tensors: Sequence[_Tensor]) -> int:
+    """Return the bytes of a head that shares the weights of embeddings: blocks are laid out for it a second time."""
+    embeddings = next((tensor for tensor in tensors if tensor.name == "token_embd.weight"), None)
+    if embeddings is None or any(tensor.name == "output.weight" for tensor in tensors):
+        return 0
+    return embeddings.held if embeddings.held < 2 * embeddings.parameters else 0
 
 
 def _end_of(shape: Sequence[int], kind: int, offset: int) -> int | None:
