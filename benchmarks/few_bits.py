@@ -1,11 +1,13 @@
 """Compares weights of 8 and 4 bits with bfloat16 on this CPU: decoded tokens per second, and perplexity.
 
-    python -m benchmarks.few_bits [--model DIR | --wide] [--turns 7] [--kinds q8_0,q4_0]
+    python -m benchmarks.few_bits [--model DIR | --wide | --narrow] [--turns 7] [--kinds q8_0,q4_0,q5_k]
 
 The demo model is loaded once for each value of option.quantize; with `+int8` behind it activations take 8 bits. The
 engines run in this process and take turns, so that whatever else the machine does meets all of them; the table has the
 median of the turns, and its ratio to bfloat16.
-`--wide` takes a random model in the shape of Llama 3.2 1B, whose perplexity says nothing.
+`--wide` takes a random model in the shape of Llama 3.2 1B, `--narrow` one with widths of 768 and 2048; their perplexity
+says nothing. option.quantize makes no q5_k and q6_k, which are in files in GGUF: the layers of q4_k get random blocks.
+The check of the load refuses these with `+int8`.
 """
 
 from __future__ import annotations
@@ -22,15 +24,19 @@ import torch
 
 from benchmarks.figures import in_turns, parser_of, show
 from benchmarks.servers import MODEL
+from handlers.checkpoints.blocks.formats import FORMATS, StoredWeight
 from handlers.checkpoints.blocks.int8_activations import Int8BlockLinear
+from handlers.checkpoints.blocks.layers import BlockLinear
+from handlers.checkpoints.blocks.layout import in_quads, lay_out
 from handlers.checkpoints.transformers_loading import load_model
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
-from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
+from handlers.rolling_batch.engine_loading import LoadedEngine, LoadedModel, load_engine
 from lmi_server.contract.generation import SamplingParameters
 
 INT8 = "+int8"
 KINDS = ("q8_0", "q8_0+int8", "q4_0", "q4_0+int8", "q4_k", "q4_k+int8", "int8")
+RANDOM_KINDS = ("q5_k", "q6_k")
 REQUESTS = (1, 8, 32, 64)
 TOKENS = 24
 _WIDE = {
@@ -42,6 +48,14 @@ _WIDE = {
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
+_NARROW = _WIDE | {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+}
+_RANDOM_SCALE = 2e-4
 TEXT = (
     "The harbour froze in the second week of January, which nobody in the town could remember having seen"
     " before. At first the fishermen walked out on the ice to look at their boats, and their children "
@@ -60,7 +74,7 @@ TEXT = (
 
 def options_of(kind: str, **more: Any) -> HuggingFaceOptions:
     quantize, activations = kind.removesuffix(INT8), "int8" if kind.endswith(INT8) else "auto"
-    weights = None if quantize == "bf16" else quantize
+    weights = None if quantize == "bf16" else "q4_k" if quantize in RANDOM_KINDS else quantize
     return HuggingFaceOptions.model_validate(
         {"dtype": "bf16", "quantize": weights, "activation_dtype": activations, **more}
     )
@@ -68,7 +82,28 @@ def options_of(kind: str, **more: Any) -> HuggingFaceOptions:
 
 def load(path: str, kind: str) -> LoadedEngine:
     options = options_of(kind, max_model_len=256, max_rolling_batch_size=max(REQUESTS))
-    return load_engine(lambda: transformers_model.load(path, options), options)
+    return load_engine(lambda: _load_model(path, kind.removesuffix(INT8), options), options)
+
+
+def _load_model(path: str, name: str, options: HuggingFaceOptions) -> LoadedModel:
+    loaded = transformers_model.load(path, options)
+    for layer in loaded.model.modules() if name in RANDOM_KINDS else ():
+        if isinstance(layer, BlockLinear) and layer.formats == ("q4_k",):
+            laid = lay_out(_random_blocks(name, layer.out_features, layer.in_features))
+            layer.lay(in_quads(laid)[None] if isinstance(layer, Int8BlockLinear) else laid)
+            layer.formats = (name,)
+    return loaded
+
+
+def _random_blocks(name: str, outputs: int, inputs: int) -> StoredWeight:
+    kind, chance = FORMATS[name], torch.Generator().manual_seed(outputs * inputs)
+    shape = outputs, inputs // kind.block_inputs
+    raw = torch.randint(256, (*shape, kind.block_bytes), generator=chance, dtype=torch.uint8)
+    for place in kind.scales:
+        raw[:, :, place : place + 2] = (
+            (torch.randn((*shape, 1), generator=chance) * _RANDOM_SCALE).half().view(torch.uint8)
+        )
+    return StoredWeight(kind, raw.flatten(1))
 
 
 def tokens_per_second(loaded: LoadedEngine, requests: int) -> float:
@@ -96,12 +131,16 @@ def perplexity(path: str, kind: str) -> float:
     return float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).exp())
 
 
-def random_model(directory: str) -> str:
+def _perplexity_cell(path: str, kind: str) -> str:
+    return "random" if kind.removesuffix(INT8) in RANDOM_KINDS else f"{perplexity(path, kind):.2f}"
+
+
+def random_model(directory: str, shape: dict[str, Any]) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
     tokenizer = AutoTokenizer.from_pretrained(str(MODEL))
     with torch.device("cpu"):
-        model: Any = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=49152, **_WIDE), dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=49152, **shape), dtype=torch.bfloat16)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
@@ -115,19 +154,20 @@ def compare(path: str, turns: int, kinds: Sequence[str]) -> None:
         found = {kind: statistics.median(rates) for kind, rates in in_turns(turns, runs, warm=False).items()}
         for kind, rate in found.items():
             cells[kind].append(f"{rate:.0f} tokens/s, {rate / found['bf16']:.2f} x")
-    rows = [[*row, f"{perplexity(path, kind):.2f}"] for kind, row in cells.items()]
+    rows = [[*row, _perplexity_cell(path, kind)] for kind, row in cells.items()]
     show(("weights", *(f"{requests} requests" for requests in REQUESTS), "perplexity"), rows, width=140)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--wide", dest="shape", action="store_const", const=_WIDE)
+    parser.add_argument("--narrow", dest="shape", action="store_const", const=_NARROW)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--kinds", default=",".join(KINDS))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        path = random_model(directory) if options.wide else str(options.model)
+        path = random_model(directory, options.shape) if options.shape else str(options.model)
         compare(path, options.turns, options.kinds.split(","))
 
 
