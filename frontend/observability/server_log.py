@@ -175,7 +175,7 @@ class BackgroundLog:
         self._listener.start()
 
     def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
-        """Write what waits, while a reader takes some of it in `limit_s` seconds; put the logger's handlers back."""
+        """Write what waits, while a reader takes a record in `limit_s` seconds; put the logger's handlers back."""
         if self._logger.handlers == [self._handler]:
             self._logger.handlers = self._replaced
             self._listener.end(limit_s)

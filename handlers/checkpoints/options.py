@@ -230,8 +230,8 @@ class TransformersOptions(ModelOptions):
 def _declared_quantization(config: Mapping[str, Any]) -> Any:
     """Return the quantization_config of a config.json or of its text_config; None if there is none."""
     parts = (config, config.get("text_config"))
-    declared = (part[_DECLARED] for part in parts if isinstance(part, Mapping) and _DECLARED in part)
-    return next(declared, None)
+    declared = (part.get(_DECLARED) for part in parts if isinstance(part, Mapping))
+    return next((each for each in declared if each is not None), None)
 
 
 class TransformersEngine(EngineDescription[TransformersOptions]):

@@ -941,6 +941,10 @@ def test_what_config_json_says_against_rounded_activations_is_found_before_the_l
         ("option.activation_dtype=int8", {"quantization_config": {"load_in_8bit": True}}),
         ("option.activation_dtype=int8", {"quantization_config": {"quant_method": "awq"}}),
         ("option.activation_dtype=int8", {"text_config": {"quantization_config": {"quant_method": "awq"}}}),
+        (
+            "option.activation_dtype=int8",
+            {"quantization_config": None, "text_config": {"quantization_config": {"quant_method": "awq"}}},
+        ),
         ("option.quantize=gptq", {"quantization_config": {"quant_method": "gptq"}}),
     ],
 )

@@ -19,6 +19,7 @@ _FORKS_WITH_TRANSFORMERS = (
     "engines/huggingface/test_gguf",
     "engines/huggingface/test_huggingface_options",
     "engines/huggingface/test_unbatched",
+    "engines/neuronx/test_neuronx",
     "engines/rolling_batch/test_decoding_strategy",
     "engines/rolling_batch/test_eight_bits",
     "engines/rolling_batch/test_images_http",
