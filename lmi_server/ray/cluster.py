@@ -33,8 +33,8 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 _THIS_MACHINE = ("127.0.0.1", "localhost")
 _CONNECT_S = 10.0
 _POLL_S = 5.0
-_ANSWER_S = 30.0  # in which the front end says where it listens
-_ASKED = 4  # times
+_ANSWER_S = 60.0
+_TOKEN_REMEDY = "if the cluster was started without a token, set RAY_AUTH_MODE=disabled"
 _LOCAL: Mapping[str, Any] = {
     "address": "local",
     # Ten processes with 900 MiB, which nothing here asks, and whose start may take Ray beyond its limits.
@@ -137,18 +137,17 @@ def _deploy(models: Sequence[Deployment], settings: IngressSettings, is_joined: 
 def _front_end() -> Mapping[str, Any]:
     """Return what the front end says of itself. Raises TimeoutError if it does not answer.
 
-    It is asked again, for an answer can be lost on a busy machine: Ray has been seen to wait for one that was given.
+    With RAY_AUTH_MODE=token this process takes no answer of a cluster whose processes send no token, and Ray waits for
+    one without an end.
     """
-    handle = serve.get_deployment_handle(INGRESS, APPLICATION)
-    for asked in range(1, _ASKED + 1):
-        try:
-            answer = handle.remote().result(timeout_s=_ANSWER_S)
-        except TimeoutError:
-            logger.warning("the front end has not answered in %d s (%d of %d)", _ANSWER_S, asked, _ASKED)
-        else:
-            assert isinstance(answer, Mapping), "the front end answers with its address"
-            return answer
-    raise TimeoutError("the front end does not say where it listens; see its log in Ray's dashboard")
+    try:
+        answer = serve.get_deployment_handle(INGRESS, APPLICATION).remote().result(timeout_s=_ANSWER_S)
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"the front end has not said in {_ANSWER_S:.0f} s where it listens; {_TOKEN_REMEDY}"
+        ) from error
+    assert isinstance(answer, Mapping), "the front end answers with its address"
+    return answer
 
 
 def _serving_line(models: Sequence[Deployment], settings: IngressSettings, deployed: Future[Mapping[str, Any]]) -> str:

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
@@ -50,20 +50,25 @@ def main(listening: int, paths: str, arguments: Sequence[str]) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = json.loads(paths)
+    before = dict(os.environ)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         pytest.main([*arguments, *_BY_ITSELF], [_Unfinished()])
     gc.freeze()
-    be(fork_requests.Forks(socket.socket(fileno=listening)).next_fork())
+    imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    be(fork_requests.Forks(socket.socket(fileno=listening)).next_fork(), imported)
 
 
-def be(asked: fork_requests.Asked) -> NoReturn:
-    """Be the `python -c PROGRAM` that was asked for, from its start to its end."""
+def be(asked: fork_requests.Asked, imported: Mapping[str, str]) -> NoReturn:
+    """Be the `python -c PROGRAM` that was asked for, from its start to its end.
+
+    `imported`: variables that modules set when they were imported. A fork does not import these modules again.
+    """
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(asked.directory)
         os.environ.clear()
-        os.environ.update(asked.variables)
+        os.environ.update({**asked.variables, **imported})
         for number, file in enumerate(asked.files):
             os.dup2(file, number)
             os.close(file)
