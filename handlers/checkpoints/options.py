@@ -151,7 +151,8 @@ class TransformersOptions(ModelOptions):
         `lmi-server check` and the load both ask, for config.json may be on another machine when the first one does.
         """
         declared = _declared_quantization(config)
-        if declared is None and self.quantize in ("gptq", "awq"):
+        # The load of such a checkpoint reads no declaration of text_config.
+        if config.get(_DECLARED) is None and self.quantize in ("gptq", "awq"):
             reason = f"config.json has no {_DECLARED}; name a checkpoint in {self.quantize} in option.model_id"
             return "option.quantize", f"{reason}, or set option.quantize=q8_0 or q4_0"
         problem = self._unrounded(declared, config) if self.activation_dtype == "int8" else None

@@ -129,8 +129,9 @@ def send_token(environment: Mapping[str, str]) -> None:
 
     Ray makes a token in the home directory with the first cluster that it starts, and later clusters ask for it. But
     Ray sends it only with RAY_AUTH_MODE=token, so that a user could join the first cluster and not the next one. A
-    cluster that asks for no token accepts one. Call this before Ray is imported, which reads the variable. See "Ray
-    token authentication" in Ray's documentation.
+    cluster that asks for no token accepts one, but its answers have none and this process takes none of them: `deploy`
+    ends then with the remedy. Call this before Ray is imported, which reads the variable. See "Ray token
+    authentication" in Ray's documentation.
     """
     if MODE not in environment and _has_token(environment):
         set_variables({MODE: "token"})

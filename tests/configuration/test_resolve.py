@@ -953,6 +953,13 @@ def test_what_a_checkpoint_may_have_is_left_to_the_load(write: Write, lines: str
     assert inspect_model(directory, {}, machine=NO_GPU).problems == ()
 
 
+def test_a_declaration_of_the_text_model_alone_is_none_of_the_checkpoint(write: Write) -> None:
+    declared = {"text_config": {"quantization_config": {"quant_method": "gptq"}}}
+    directory = write("option.rolling_batch=scheduler\noption.quantize=gptq", {**LLAMA, **declared})
+    (line,) = inspect_model(directory, {}, machine=NO_GPU).problems
+    assert "config.json has no quantization_config" in line
+
+
 def test_8_bits_of_a_split_model_are_refused_with_the_remedy(write: Write) -> None:
     directory = write("engine=MPI\noption.dtype=int8\noption.tensor_parallel_degree=2")
     found = inspect_model(directory, {}, machine=NO_GPU)

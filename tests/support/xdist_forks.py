@@ -47,7 +47,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[XSpec]) -> No
         spec.python = shlex.join([sys.executable, "-I", "-S", str(MODEL_CODE / "fork_requests.py"), path])
 
     def end() -> None:
-        process.terminate()
+        process.kill()
         process.wait()
         directory.cleanup()
 
