@@ -118,7 +118,7 @@ check-vscode: $(SETUP) ## Use the extension of editors/vscode in VS Code (a few 
 #
 # What failed has a second try, alone, up to the first that fails again. RETRY=--strict fails for a test that passes only
 # then, unless tests/flaky.txt names it.
-test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (20 minutes)
+test: $(SETUP) demo-model embedding-model ## Run ruff, mypy and every test (16 minutes)
 	@{ $(LINT) || { echo "the linters have found something"; false; }; } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	$(MAKE) --no-print-directory $(KERNELS) && \
 	{ $(PYTEST) || { test $$? -eq 1 && $(BIN)/python -m scripts.retry_failed $(RETRY); }; }; tested=$$?; \
