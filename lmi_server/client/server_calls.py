@@ -23,10 +23,15 @@ Headers = Annotated[list[str] | None, typer.Option(help="A header of each reques
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
 
 
+class UnreachableError(ConfigurationError):
+    """A server cannot be reached, or does not answer in time."""
+
+
 class ServerCalls:
     """The server at `url`, such as http://127.0.0.1:8080; each request has `headers`.
 
-    Every call raises ConfigurationError if the server cannot be reached, or refuses. Raises the same if `url` is none.
+    Every call raises UnreachableError if the server cannot be reached, and ConfigurationError if it refuses. Raises the
+    latter if `url` is none.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
@@ -69,9 +74,9 @@ class ServerCalls:
         except (OSError, HTTPException) as error:
             raise self._unreachable(error) from error
 
-    def _unreachable(self, error: Exception) -> ConfigurationError:
+    def _unreachable(self, error: Exception) -> UnreachableError:
         reason = error.reason if isinstance(error, URLError) else error
-        return ConfigurationError(f"{self.url} does not answer: {reason}")
+        return UnreachableError(f"{self.url} does not answer: {reason}")
 
 
 def address(url: str) -> tuple[str, int, str, ssl.SSLContext | None]:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from lmi_server.bench.workload import Prompt
-from lmi_server.client.server_calls import ServerCalls
+from lmi_server.client.server_calls import ServerCalls, UnreachableError
 from lmi_server.contract.errors import ConfigurationError
 
 _TOP = 5  # tokens at each place whose log-probabilities are asked for
@@ -31,12 +31,16 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a prompt, and the seconds until it was complete; `error` says why there is none."""
+    """The answer to a prompt, and the seconds until it was complete; `error` says why there is none.
+
+    `is_missing`: the server has not answered at all, or not in time.
+    """
 
     text: str = ""
     tokens: tuple[ScoredToken, ...] = ()
     seconds: float = 0.0
     error: str | None = None
+    is_missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,12 @@ class Side:
             choice = json.loads(data)["choices"][0]
             text = choice["message"].get("content") or "" if is_chat else choice["text"]
             return Answer(str(text), tuple(scored_tokens(choice.get("logprobs") or {})), seconds)
+        except UnreachableError as error:
+            return Answer(error=error.message, is_missing=True)
         except ConfigurationError as error:
             return Answer(error=error.message)
+        except TimeoutError:
+            return Answer(error=f"{self.server.url} does not answer: timed out", is_missing=True)
         except (OSError, HTTPException, *_NO_ANSWER) as error:
             return Answer(error=f"the answer cannot be read: {error!r}"[:300])
 

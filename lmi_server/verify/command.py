@@ -23,6 +23,7 @@ from lmi_server.files.whole_files import write_text
 from lmi_server.verify import report
 from lmi_server.verify.asking import Side
 from lmi_server.verify.comparison import ComparisonSummary, Pair, compare, summarize
+from lmi_server.verify.waiting import Unanswered, Waiting, lines_while_waiting
 
 _WORDS = 48  # of a random prompt
 _AT_ONCE = 8  # prompts that the old version is asked again
@@ -62,8 +63,14 @@ def verify(
         sides = Given(OLD, old, {}), Given(NEW, new, _settings(changes or ()))
         headers = dict(parse_headers(header or ()))
         log = Path(directory, "server.log")
-        with open_sides(*sides, server, model, headers, log, load_timeout) as (before, after):
-            pairs = list(_ask(prompts, before, after, output_tokens, timeout))
+        if old == new and not changes:
+            typer.echo("OLD and NEW are the same: what differs is noise", err=True)
+        with (
+            lines_while_waiting() as waiting,
+            open_sides(*sides, server, model, headers, log, load_timeout, waiting) as (before, after),
+        ):
+            pairs = list(_ask(prompts, before, after, output_tokens, timeout, waiting))
+            waiting.do("asking old again, for the noise")
             noise = summarize(_ask_again(prompts, pairs, before, output_tokens, timeout))
     summary = summarize(pairs)
     for line in report.lines(summary, noise, pairs):
@@ -78,13 +85,23 @@ def verify(
         raise typer.Exit(1)
 
 
-def _ask(prompts: Sequence[Prompt], old: Side, new: Side, output_tokens: int, timeout_s: float) -> Iterator[Pair]:
-    """Yield the pair of each prompt. The one that is asked first changes from prompt to prompt."""
+def _ask(
+    prompts: Sequence[Prompt], old: Side, new: Side, output_tokens: int, timeout_s: float, waiting: Waiting
+) -> Iterator[Pair]:
+    """Yield the pair of each prompt. The one that is asked first changes from prompt to prompt.
+
+    Raises ConfigurationError if one does not answer at all: the first time, or three times in a row.
+    """
+    unanswered = Unanswered(timeout_s)
     for side in (old, new):  # the first answer pays for what is made then
-        side.ask(prompts[0], 2, timeout_s)
+        waiting.do(f"waiting for the first answer of {side.title}, {side.server.url}")
+        unanswered.count(side, side.ask(prompts[0], 2, timeout_s), 1)
     for number, prompt in enumerate(prompts):
-        first, second = (new, old) if number % 2 else (old, new)
-        answers = {side.title: side.ask(prompt, output_tokens, timeout_s) for side in (first, second)}
+        answers = {}
+        for side in (new, old) if number % 2 else (old, new):
+            waiting.do(f"prompt {number + 1} of {len(prompts)}: waiting for {side.title}")
+            answers[side.title] = side.ask(prompt, output_tokens, timeout_s)
+            unanswered.count(side, answers[side.title])
         yield compare(_excerpt(prompt), answers[old.title], answers[new.title])
 
 
@@ -154,6 +171,7 @@ def open_sides(
     headers: Mapping[str, str],
     log: Path,
     timeout_s: float | None,
+    waiting: Waiting,
 ) -> Iterator[tuple[Side, Side]]:
     """Return both sides, ready to answer; models are unloaded at the end. Raises ConfigurationError."""
     if server is not None:
@@ -168,16 +186,23 @@ def open_sides(
                 started.append(stack.enter_context(trial_server(log)))
             return started[0]
 
-        yield _side(old, model, headers, own_server, timeout_s), _side(new, model, headers, own_server, timeout_s)
+        before, after = (_side(given, model, headers, own_server, timeout_s, waiting) for given in (old, new))
+        yield before, after
 
 
 def _side(
-    given: Given, model: str, headers: Mapping[str, str], own_server: Callable[[], TrialServer], timeout_s: float | None
+    given: Given,
+    model: str,
+    headers: Mapping[str, str],
+    own_server: Callable[[], TrialServer],
+    timeout_s: float | None,
+    waiting: Waiting,
 ) -> Side:
     if given.is_url:
         if given.settings:
             raise ConfigurationError(f"--set changes a model directory, and {given.name} is a server; leave it out")
         return Side(given.title, ServerCalls(given.name, headers), model)
+    waiting.do(f"loading {given.title}, {given.name}")
     server = own_server()
     path = Path(given.name)
     place = str(path.resolve()) if path.exists() else given.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -10,21 +11,26 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from forked_servers import run_command
 from paths import ROOT
 from server_helpers import make_model, running
+from waiting import wait_until
 
 from lmi_server.bench.paired import PairedRatios
 from lmi_server.bench.workload import Prompt
 from lmi_server.client.server_calls import ServerCalls
+from lmi_server.contract.errors import ConfigurationError
 from lmi_server.verify.asking import Answer, ScoredToken, Side
 from lmi_server.verify.command import _ask_again, _complaints
 from lmi_server.verify.comparison import compare, summarize
 from lmi_server.verify.report import as_json, lines
+from lmi_server.verify.waiting import Unanswered, lines_while_waiting
 
 
 def verify(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -94,6 +100,47 @@ def test_what_is_no_answer_is_a_failure_of_one_prompt(answered: bytes) -> None:
         threads.submit(answer_half)
         side = Side("old", ServerCalls(f"http://127.0.0.1:{listener.getsockname()[1]}", {}), "m")
         assert side.ask(Prompt("a b"), 4, 60).error
+
+
+def test_a_server_that_does_not_answer_ends_the_comparison_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        found = verify(url, url, "--timeout", "1")
+        accepted = 0
+        listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                listener.accept()[0].close()
+                accepted += 1
+    assert found.returncode == 1
+    assert "OLD and NEW are the same: what differs is noise" in found.stderr
+    assert f"old: {url} does not answer: timed out; it has --timeout=1 seconds for each answer" in found.stderr
+    assert accepted == 1, "50 prompts would take 100 times the timeout"
+
+
+def test_a_server_that_stops_answering_ends_the_comparison() -> None:
+    side, missing = cast("Side", SimpleNamespace(title="new")), Answer(error="u does not answer", is_missing=True)
+    unanswered = Unanswered(60)
+    for given in (missing, missing, answer("a"), missing, Answer(error="refused"), missing, missing):
+        unanswered.count(side, given)
+    with pytest.raises(ConfigurationError, match="new: u does not answer, 3 times in a row; it has --timeout=60 sec"):
+        unanswered.count(side, missing)
+
+
+def test_lines_say_what_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = ""
+
+    def has_printed(text: str) -> bool:
+        nonlocal printed
+        printed += capsys.readouterr().err
+        return text in printed
+
+    with lines_while_waiting(0.001) as waiting:
+        for number in (1, 2):
+            waiting.do(f"prompt {number} of 2: waiting for \x1b[2J")
+            expected = f"prompt {number} of 2: waiting for "
+            wait_until(partial(has_printed, expected), "it is printed")
+    assert "\x1b" not in printed + capsys.readouterr().err
 
 
 @dataclass(frozen=True)
