@@ -12,7 +12,7 @@ import torch
 from accelerate import dispatch_model
 from adapter_helpers import read_adapter, save_adapter, with_adapter
 from fake_graphs import FakeCapture
-from rolling_batch_helpers import Engine, generated, prompts
+from rolling_batch_helpers import Engine, generated_like, prompts
 from simulated_devices import SimulatedDevices
 from tiny_models import FAMILIES, random_model, tiny_model
 from torch._dynamo.utils import counters
@@ -93,7 +93,7 @@ def test_adapters_share_a_gpu_with_requests_that_have_none(devices: None, tmp_pa
     assert capture.replays == before  # the prompts
     engine.run()
     for model, prompt, answer in answers:
-        assert answer.tokens == generated(model, prompt, 4), answer.error
+        assert answer.tokens == generated_like(model, prompt, answer.tokens, 4), answer.error
     assert early.tokens == engine.expected([5, 6, 7], 12)
     assert (capture.replays > before) is recorded
     assert (len(capture.graphs) > 4) is recorded
@@ -115,7 +115,7 @@ def test_more_adapters_of_higher_ranks_are_recorded_anew(devices: None, tmp_path
         answers = [(model, engine.add([5, 6, 7], adapter=one, max_new_tokens=4)[1]) for model, one in some]
         engine.run()
         for model, answer in answers:
-            assert answer.tokens == generated(model, [5, 6, 7], 4), answer.error
+            assert answer.tokens == generated_like(model, [5, 6, 7], answer.tokens, 4), answer.error
     bank: Any = engine.runner.lora.bank
     assert bank.version == 3  # the first adapter, a higher rank, and more adapters than there were places
     assert bank.places.shape == (6,)
@@ -131,12 +131,12 @@ def test_adapters_run_eagerly_if_steps_with_them_cannot_be_recorded(
     passes._passes._capture = failing
     directory = save_adapter(engine.reference, tmp_path / "adapter", 1)
     weights = engine.engine.load_adapter(read_adapter(str(directory)))
-    expected = generated(with_adapter(engine.reference, directory), [5, 6, 7], 5)
+    adapted = with_adapter(engine.reference, directory)
     for _ in range(2):
         answer = engine.add([5, 6, 7], adapter=weights, max_new_tokens=5)[1]
         _, plain = engine.add([5, 6, 7, 8], max_new_tokens=5)
         engine.run()
-        assert answer.tokens == expected, answer.error
+        assert answer.tokens == generated_like(adapted, [5, 6, 7], answer.tokens, 5), answer.error
         assert plain.tokens == engine.expected([5, 6, 7, 8], 5)
     assert caplog.text.count("option.enable_cuda_graph has no effect on steps with adapters, they run eagerly: ") == 1
 
@@ -219,7 +219,8 @@ def test_compiled_decoding_gives_the_tokens_of_the_model(no_kernels: None, tmp_p
     engine.run()
     for prompt, answer in answers:
         assert answer.tokens == engine.expected(prompt, 5), answer.error
-    assert adapted.tokens == generated(with_adapter(engine.reference, directory), [5, 6, 7], 9)
+    model = with_adapter(engine.reference, directory)
+    assert adapted.tokens == generated_like(model, [5, 6, 7], adapted.tokens, 9)
     assert engine.generate([1, 2, 3], max_new_tokens=5).tokens == engine.expected([1, 2, 3], 5)
     assert counters["stats"]["unique_graphs"] == compilations == 2  # one row, and several
 

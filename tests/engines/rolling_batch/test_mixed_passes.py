@@ -12,7 +12,7 @@ import pytest
 import torch
 from adapter_helpers import ALL_LINEAR, read_adapter, save_adapter, with_adapter
 from fake_graphs import FakeCapture, FakeGraph
-from rolling_batch_helpers import Engine, generated, prompts
+from rolling_batch_helpers import Engine, generated_like, prompts
 from tiny_models import tiny_model
 
 from handlers.rolling_batch.attention.rows import ChunkRows
@@ -155,7 +155,7 @@ def test_prompts_with_adapters_are_recorded(tmp_path: Path, head: bool) -> None:
             engine.engine.step()
     engine.run()
     for model, prompt, answer in asked:
-        assert answer.tokens == generated(model, prompt, 6), answer.error
+        assert answer.tokens == generated_like(model, prompt, answer.tokens, 6), answer.error
     assert not eager
 
 
@@ -168,7 +168,8 @@ def test_a_chunk_that_keeps_no_row_has_its_adapter(tmp_path: Path) -> None:
     eager, prompt = eager_steps(engine), [7 * place % 250 for place in range(100)]
     answer = engine.add(prompt, adapter=weights, max_new_tokens=5)[1]
     engine.run()
-    assert answer.tokens == generated(with_adapter(engine.reference, directory), prompt, 5), answer.error
+    adapted = with_adapter(engine.reference, directory)
+    assert answer.tokens == generated_like(adapted, prompt, answer.tokens, 5), answer.error
     assert not eager
 
 
@@ -180,11 +181,12 @@ def test_prompts_with_adapters_that_cannot_be_recorded_run_eagerly(
     engine.runner._recorded.mixed._passes._capture = failing  # type: ignore[union-attr]
     directory = save_adapter(engine.reference, tmp_path / "adapter", 1)
     weights = engine.engine.load_adapter(read_adapter(str(directory)))
+    adapted = with_adapter(engine.reference, directory)
     for _ in range(2):
         answer = engine.add([5, 6, 7], adapter=weights, max_new_tokens=5)[1]
         _, plain = engine.add([5, 6, 7, 8], max_new_tokens=5)
         engine.run()
-        assert answer.tokens == generated(with_adapter(engine.reference, directory), [5, 6, 7], 5), answer.error
+        assert answer.tokens == generated_like(adapted, [5, 6, 7], answer.tokens, 5), answer.error
         assert plain.tokens == engine.expected([5, 6, 7, 8], 5)
     assert caplog.text.count("option.enable_cuda_graph has no effect on steps with adapters, they run eagerly: ") == 1
 
