@@ -12,6 +12,7 @@ from handlers.checkpoints.transformers_loading import load_config, set_threads
 from handlers.deepspeed.initialization import check_before_loading, initialize
 from handlers.deepspeed.int8 import quantize
 from handlers.deepspeed.options import DeepSpeedOptions
+from handlers.logits import relative_error
 from handlers.ranks.communicator import Communicator
 from handlers.tasks import task_loading
 from handlers.tasks.task import Task
@@ -54,8 +55,7 @@ def load_task(task: str, path: str, options: DeepSpeedOptions) -> tuple[Task, Co
 def _initialize(task: Task, options: DeepSpeedOptions, inject: bool) -> Communicator | None:
     before = _sample_output(task)
     communicator = initialize(task.model, options, own_rank(), inject)
-    spread = before - before.mean(dim=-1, keepdim=True)
-    error = float((_sample_output(task) - before).norm() / spread.norm())
+    error = relative_error(_sample_output(task), before)
     if not error <= _MAX_ERRORS.get(task.model.dtype, _MAX_ERROR):  # NaN is an error too
         raise ModelLoadError(
             f"deepspeed.init_inference changes the output of {type(task.model).__name__} by {error:.2g} of its spread;"

@@ -163,6 +163,7 @@ SHARED = {
     "content",
     "cpu_kernels",
     "generation",
+    "logits",
     "neuron_failures",
     "ranks",
     "rolling_batch",

@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from handlers.logits import relative_error
 from handlers.rolling_batch.attention.flat import FlatAttention
 from handlers.rolling_batch.attention.pass_inputs import PassInputs
 from handlers.rolling_batch.attention.torch_attention import SingleRows
@@ -285,8 +286,7 @@ def make_passes(
 
 def difference_of(computed: torch.Tensor, expected: torch.Tensor) -> str:
     """Say by how much the logits of a recorded pass differ from the eager ones; empty if by rounding alone."""
-    spread = expected.float() - expected.float().mean(dim=-1, keepdim=True)
-    difference = float((computed.float() - expected.float()).norm() / spread.norm())
+    difference = relative_error(computed.float(), expected.float())
     if difference <= _LIMITS.get(expected.dtype, _LIMIT):
         return ""
     return f"the logits differ from the eager ones by {difference:.2g} of their spread"

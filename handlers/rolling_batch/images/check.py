@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from handlers.logits import relative_error
 from handlers.rolling_batch.images.encoder import ImageEncoder
 from handlers.rolling_batch.images.prompt import EncodedImages, ImagePlace, blocks_of, keys_of
 from handlers.rolling_batch.images.reader import ImageReader
@@ -73,5 +74,4 @@ class ImageCheck:
             sequence.computed = len(sequence.tokens) - 1
             logits.append(run(StepPlan([sequence], [], states=states), set()).logits.clone())
         computed, expected = torch.cat(logits).float().cpu(), self._expected[prompt - 1 :]
-        spread = expected - expected.mean(dim=-1, keepdim=True)
-        return float((computed - expected).norm() / spread.norm())
+        return relative_error(computed, expected)

@@ -10,6 +10,7 @@ import torch
 
 from handlers.checkpoints.blocks.free_cores import only_free_cores
 from handlers.checkpoints.placement import main_device
+from handlers.logits import refuse_equal, relative_error
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.schedule.page_table import PageTable
 from handlers.rolling_batch.schedule.plan import Chunk, Sequence, StepPlan
@@ -44,6 +45,7 @@ class LoadCheck:
         difference grows from layer to layer, and equal logits cannot be asked for; see `_judge_rounded`.
         """
         self._rounds_activations = rounds_activations
+        self._name = type(model).__name__
         window = max((window for window in _windows(model.config) if window + self._MIN <= max_len), default=0)
         lengths = sorted({self._MIN, window + self._MIN})
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
@@ -58,7 +60,8 @@ class LoadCheck:
     def compare(self, runner: ModelRunner) -> None:
         """Compute a chunk in one slot, a second one that continues from it in another slot, and decode the rest there.
 
-        Raises UnsupportedAttentionError if the logits differ by more than rounding.
+        Raises UnsupportedAttentionError if the logits differ by more than rounding, and ModelLoadError if all tokens
+        have the same logit, which every wrong model would equal.
         """
         length = max((length for length in self._expected if length <= runner.cache.max_len), default=0)
         if not length:
@@ -78,6 +81,7 @@ class LoadCheck:
             logits.append(runner.run(StepPlan([sequence], [], states=kept), set()).logits)
         for slot in {0, other}:
             runner.cache.trim(slot, 0)
+        refuse_equal(self._expected[length], self._name)
         judge = self._judge_rounded if self._rounds_activations else self._judge
         # Keys and values in 8 bits add up to what bfloat16 does elsewhere.
         dtype = runner.dtype if runner.kept_dtype == runner.dtype else torch.bfloat16
@@ -102,7 +106,7 @@ class LoadCheck:
         alone = [runner.run(StepPlan([sequence], []), set()).logits.float().cpu() for sequence in sequences]
         for sequence in sequences:
             runner.cache.trim(sequence.slot, 0)
-        rounding, padded = (_relative_error(both, one) for both, one in zip(together.split(1), alone, strict=True))
+        rounding, padded = (relative_error(both, one) for both, one in zip(together.split(1), alone, strict=True))
         return padded <= min(_EXACT + 2 * rounding, _limit(runner.dtype))
 
     @staticmethod
@@ -112,7 +116,7 @@ class LoadCheck:
                 "the model as it was loaded computes NaN for random tokens; its weights are damaged, or too large for"
                 " option.dtype"
             )
-        error = _relative_error(logits, expected)
+        error = relative_error(logits, expected)
         if not error <= _limit(dtype):  # NaN is an error too
             raise UnsupportedAttentionError(
                 f"its logits over a KV cache differ from its own by {error:.2g} of their spread; it keeps more than"
@@ -122,7 +126,7 @@ class LoadCheck:
     @staticmethod
     def _judge_rounded(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
         """Judge by the error, which is above 1 for a model without its state, and by the likeliest tokens."""
-        error = _relative_error(logits, expected)
+        error = relative_error(logits, expected)
         best = expected.argmax(dim=-1, keepdim=True)
         same = int((logits.argmax(dim=-1, keepdim=True) == best).sum())
         near = int((logits.topk(min(_NEAR, logits.shape[-1]), dim=-1).indices == best).any(dim=-1).sum())
@@ -170,12 +174,6 @@ def _in_pages(cache: Any, ids: list[int], half: int) -> tuple[dict[str, Any], in
         other = 0
     table.reserve(other, len(ids))
     return {"pages": first}, other, {"pages": table.step_planned()}
-
-
-def _relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return how far logits are off, as a share of the spread of the expected ones."""
-    spread = expected - expected.mean(dim=-1, keepdim=True)
-    return float((logits - expected).norm() / spread.norm())
 
 
 def _windows(config: Any) -> set[int]:

@@ -22,7 +22,7 @@ from handlers.rolling_batch.engine_loading import LoadedEngine, load_engine
 from handlers.rolling_batch.runner.load_check import LoadCheck
 from handlers.rolling_batch.runner.model_runner import ModelRunner
 from handlers.rolling_batch.sequences.passes import SequencePasses
-from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.errors import ModelLoadError, RollingBatchError
 from lmi_server.contract.generation import SamplingParameters
 
 pytestmark = pytest.mark.slow
@@ -83,6 +83,18 @@ def test_weights_that_make_nan_are_named_as_the_cause(tmp_path: Path) -> None:
     model.model.layers[1].mlp.down_proj.weight.data[3, 5] = torch.nan
     with pytest.raises(ModelLoadError, match="computes NaN for random tokens; its weights are damaged"):
         load(saved_model(model, tmp_path))
+
+
+@pytest.mark.parametrize("quantize", [None, "q8_0"])
+def test_a_checkpoint_of_zeros_is_named_as_the_cause(quantize: str | None, tmp_path: Path) -> None:
+    model = llama_of_whole_blocks()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    with pytest.raises(ModelLoadError) as refusal:
+        load(saved_model(model, tmp_path), quantize=quantize)
+    assert "the whole checkpoint, has only zeros; save or download the checkpoint again" in refusal.value.message
+    assert "nan" not in refusal.value.message
+    assert not isinstance(refusal.value, RollingBatchError), "it would be loaded again for static batches"
 
 
 def test_layers_that_round_their_inputs_are_judged_by_their_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 from pipeline_helpers import LoadTask, approximately, ask, content_of, request, started
-from tiny_models import random_model
+from tiny_models import random_model, saved_model, tiny_model
 from tiny_tasks import CONTEXT, seq2seq_tokenizer
 
-from lmi_server.contract.errors import ContextLengthError, LmiServerError, RequestError
+from lmi_server.contract.errors import ContextLengthError, LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import RequestHandler
 
 pytestmark = pytest.mark.slow
@@ -51,6 +51,15 @@ def test_prompts_are_continued_as_by_the_model_alone(load_task: LoadTask) -> Non
     ]
     outcomes = handler.handle([request({"inputs": prompt, "parameters": parameters}) for prompt in PROMPTS])
     assert [content_of(outcome) for outcome in outcomes] == [[{"generated_text": text}] for text in expected]
+
+
+def test_a_checkpoint_of_zeros_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    saved_model(model, tmp_path)
+    with pytest.raises(ModelLoadError, match="has only zeros; save or download the checkpoint again"):
+        started(tmp_path, rolling_batch="disable")
 
 
 def test_a_model_whose_answers_padding_changes_is_not_padded(tmp_path: Path) -> None:
