@@ -59,6 +59,11 @@ class _Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             if not select.select([self._ended], [], [], timeout)[0]:
@@ -87,6 +92,15 @@ class ForkedCommand(_Forked):
         self.stdout: IO[str] = os.fdopen(output[0])
         self.stderr: IO[str] = os.fdopen(errors[0])
         super().__init__("command", arguments, variables, str(directory), [output[1], errors[1]], libraries)
+
+
+class ForkedCommandWithLog(_Forked):
+    """Runs `lmi-server` as ForkedCommand does; what it prints goes to the file descriptor `log`."""
+
+    def __init__(
+        self, arguments: Sequence[str], variables: Mapping[str, str], directory: Path, log: int, libraries: str
+    ) -> None:
+        super().__init__("command", arguments, variables, str(directory), [os.dup(log), os.dup(log)], libraries)
 
 
 class ForkedPython(_Forked):

@@ -2,6 +2,8 @@
 
 A line that starts a server (`make run`, `lmi-server serve`) runs in a terminal of its own until the next one starts.
 The blocks after it run once the server is ready. In a ```text block `...` stands for anything within a line.
+
+`lmi-server serve` is a fork of a process that has imported transformers; all other commands run in a shell.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
+from forked_servers import ForkedCommandWithLog
 from waiting import wait_until
 
 LIMIT_S = 300
@@ -40,7 +44,7 @@ class Reader:
         self._port = port
         self._prepare = prepare
         self._log = (directory / "log").open("wb")
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | ForkedCommandWithLog | None = None
         self._printed = ""
         commands = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._environment = {**os.environ, "PATH": commands, "PORT": str(port), "SERVING_PORT": str(port)}
@@ -74,14 +78,19 @@ class Reader:
     def _serve(self, command: str, where: Path) -> None:
         self.stop()
         self._prepare(where)
-        self._server = subprocess.Popen(
-            ["bash", "-c", f"exec {command}"],
-            cwd=where,
-            env=self._environment,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
+        program, *arguments = shlex.split(command)
+        if program == "lmi-server":
+            log = self._log.fileno()
+            self._server = ForkedCommandWithLog(arguments, self._environment, where, log, "transformers")
+        else:
+            self._server = subprocess.Popen(
+                ["bash", "-c", f"exec {command}"],
+                cwd=where,
+                env=self._environment,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+            )
         wait_until(self._is_ready, f"ready: {command}", LIMIT_S)
 
     def _is_ready(self) -> bool:
@@ -100,14 +109,20 @@ class Reader:
     def stop(self) -> None:
         """End the server as Ctrl-C in its terminal does."""
         if self._server is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._server.pid, signal.SIGINT)
+            self._signal(signal.SIGINT)
             try:
                 self._server.wait(60)
             finally:
                 if self._server.poll() is None:
-                    os.killpg(self._server.pid, signal.SIGKILL)
+                    self._signal(signal.SIGKILL)
             self._server = None
+
+    def _signal(self, number: int) -> None:
+        if isinstance(self._server, ForkedCommandWithLog):
+            self._server.send_signal(number)
+        elif self._server is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._server.pid, number)
 
 
 @contextlib.contextmanager

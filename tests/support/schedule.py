@@ -32,6 +32,7 @@ _FORKS_WITH_TRANSFORMERS = (
     "http/test_client_libraries",
     "http/test_console_browser",
     "http/test_failed_models",
+    "http/test_first_answers",
     "http/test_model_file_end_to_end",
     "http/test_tools",
     "packaging/test_gpu_check",
