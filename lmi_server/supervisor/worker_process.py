@@ -120,6 +120,8 @@ class WorkerProcess:
         self._loaded: asyncio.Future[Ready] = self._loop.create_future()
         self._loaded.add_done_callback(_mark_retrieved)
         self.is_retiring = False
+        self._link_is_lost = False
+        self._failure: ModelLoadError | None = None  # what a load fails with for the end of the process
         self._end = "did not end in time"
         self._report: Callable[[], str] | None = None  # of a worker that has crashed
 
@@ -222,12 +224,17 @@ class WorkerProcess:
     def _on_exit(self, reason: str, out_of_memory: bool) -> None:
         self._end = reason
         text = f"the worker process {reason} while it loaded the model"
+        self._failure = ModelLoadError(text)
         if out_of_memory:
             self._end += ", because the machine or its container ran out of memory"
-            self._fail_loading(ModelMemoryError(f"{text}: the machine or its container ran out of memory"))
+            self._failure = ModelMemoryError(f"{text}: the machine or its container ran out of memory")
             self.cause = ModelMemoryError("The worker process ran out of memory while it held the request")
+        # What the worker sent before its end may be unread, such as why its load failed. The end of the link is behind
+        # that, unless another process holds the link open, or the worker has not connected.
+        if self._link_is_lost:
+            self._fail_loading(self._failure)
         else:
-            self._fail_loading(ModelLoadError(text))
+            self._loop.call_later(EXIT_GRACE_S, self._fail_loading, self._failure)
         if self.is_ending:
             self._bury()
         else:
@@ -250,7 +257,10 @@ class WorkerProcess:
 
     def _on_link_lost(self) -> None:
         self._health.stop()
+        self._link_is_lost = True
         self._child.link_lost()
+        if self._failure is not None:
+            self._fail_loading(self._failure)
         if not self._loaded.done():
             # The exit code says more than the end of the link, so it gets a moment to arrive.
             self._loop.call_later(EXIT_GRACE_S, self.kill)

@@ -1,0 +1,70 @@
+"""One worker process: what the supervisor makes of its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from relay_helpers import load_of, on_loop
+
+from lmi_server.contract.errors import ModelLoadError
+from lmi_server.contract.link import frame
+from lmi_server.contract.protocol import Failed, FromWorker
+from lmi_server.supervisor.worker_process import WorkerProcess
+
+# In place of the interpreter: gives its end of the link to the test, and exits.
+GIVES_THE_LINK_AWAY = """#!{python} -SE
+import socket, sys
+link = int(sys.argv[sys.argv.index("--link") + 1].removeprefix("fd:"))
+with socket.socket(socket.AF_UNIX) as test:
+    test.connect({path!r})
+    socket.send_fds(test, [b"link"], [link])
+sys.exit(1)
+"""
+
+
+def worker_of(python: str) -> WorkerProcess:
+    return WorkerProcess("model-0", lambda *_: None, lambda _: None, lambda _: None, 60.0, {}, python=python)
+
+
+async def outcome_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, *messages: FromWorker) -> str:
+    """Return why the load of a worker fails whose messages come when its process has ended."""
+    path, python = tmp_path / "test.sock", tmp_path / "python"
+    python.write_text(GIVES_THE_LINK_AWAY.format(python=sys.executable, path=str(path)))
+    python.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as listener, caplog.at_level("INFO"):
+        listener.bind(str(path))
+        listener.listen()
+        worker = worker_of(str(python))
+        loading = asyncio.create_task(worker.load(load_of(tmp_path), 60.0))
+        connection, _ = await asyncio.to_thread(listener.accept)
+        with connection:
+            _, (descriptor,), _, _ = await asyncio.to_thread(socket.recv_fds, connection, 4, 1)
+        with socket.socket(fileno=descriptor) as link:
+            while "exited with code 1" not in caplog.text:  # noqa: ASYNC110 - only logging says so
+                await asyncio.sleep(0)
+            for message in messages:
+                link.sendall(b"".join(frame(message)))
+            with pytest.raises(ModelLoadError) as failure:
+                await loading
+        await worker.reap()
+    return failure.value.message
+
+
+@on_loop
+async def test_a_refusal_that_is_read_after_the_end_of_the_process_is_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal = Failed(ModelLoadError.__name__, "the weights are missing")
+    assert await outcome_of(tmp_path, caplog, refusal) == "the weights are missing"
+
+
+@on_loop
+async def test_a_process_that_said_nothing_is_the_reason_itself_though_its_link_stays_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "the worker process exited with code 1 while it loaded the model"
+    assert await outcome_of(tmp_path, caplog) == reason
