@@ -8,13 +8,14 @@ queue. The queue is bounded, because a reader may never come back. Records that 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import queue
 import select
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from logging.handlers import QueueHandler, QueueListener
@@ -31,9 +32,12 @@ _CAPACITY = 16 << 20  # bytes: a hundred thousand lines of the usual length
 _RECORD_BYTES = 512  # of a record beside its text, roughly
 _CLOSE_LIMIT_S = 1.0
 _LOOKS = 10  # at a log that is being closed, in this time
+_CLOSE_LIMITS = 15  # of these times, for a reader that goes on
 _KEPT_LINES = 500
 _LONGEST_KEPT = 4096  # characters
 _MAX_WRITTEN_TOGETHER = 1024  # texts: writev(2) takes no more
+# Bytes: a blocking write returns when a reader has taken all of it, and the end of the log waits as long as some do.
+_PIECE = 16 << 10
 _DELETE = b"\x7f"  # the one control character that JSON leaves as it is and that is ASCII
 
 
@@ -175,7 +179,7 @@ class BackgroundLog:
         self._listener.start()
 
     def close(self, limit_s: float = _CLOSE_LIMIT_S) -> None:
-        """Write what waits, while a reader takes a record in `limit_s` seconds; put the logger's handlers back."""
+        """Write what waits, while a reader takes a part in `limit_s` seconds; put the logger's handlers back."""
         if self._logger.handlers == [self._handler]:
             self._logger.handlers = self._replaced
             self._listener.end(limit_s)
@@ -258,6 +262,7 @@ class _Listener(QueueListener):
         super().__init__(source.queue, target)
         self._records = source.queue
         self._source = source
+        self._target = target
         self._handled = 0
 
     def handle(self, record: logging.LogRecord) -> None:
@@ -269,9 +274,10 @@ class _Listener(QueueListener):
                 super().handle(report)
 
     def end(self, limit_s: float) -> None:
-        """Write what waits, while a record is written every `limit_s` seconds, and for at most ten times as long.
+        """Write what waits, while some of it is written every `limit_s` seconds, and for at most 15 times as long.
 
-        The limit is counted in looks, so that records are not lost where this process itself was stopped for a time.
+        A long record counts by its bytes, where the target counts them. The limit is counted in looks, so that records
+        are not lost where this process itself was stopped for a time.
         """
         thread = self._thread
         if thread is None:
@@ -279,10 +285,16 @@ class _Listener(QueueListener):
         with contextlib.suppress(queue.Full):
             self._records.put(None, timeout=limit_s)
             looks = idle = 0
-            while thread.is_alive() and idle < _LOOKS and looks < 10 * _LOOKS:
-                handled = self._handled
+            while thread.is_alive() and idle < _LOOKS and looks < _CLOSE_LIMITS * _LOOKS:
+                progress = self._progress
                 thread.join(limit_s / _LOOKS)
-                looks, idle = looks + 1, idle + 1 if handled == self._handled else 0
+                looks, idle = looks + 1, idle + 1 if progress == self._progress else 0
+
+    @property
+    def _progress(self) -> tuple[int, int]:
+        """Return the records and the bytes that were written."""
+        target = self._target
+        return self._handled, target.written if isinstance(target, _DescriptorHandler) else 0
 
 
 class _DescriptorHandler(logging.Handler):
@@ -294,6 +306,7 @@ class _DescriptorHandler(logging.Handler):
 
     def __init__(self, fd: int, tail: LogTail | None = None) -> None:
         super().__init__()
+        self.written = 0  # bytes
         self._fd = fd
         self._is_terminal = os.isatty(fd)
         self._tail = tail
@@ -318,15 +331,38 @@ class _DescriptorHandler(logging.Handler):
         self._write([TERMINAL.around_lines(text) for text in texts] if self._is_terminal else texts)
 
     def _write(self, texts: Sequence[bytes]) -> None:
-        left: deque[memoryview | bytes] = deque(texts)
+        left = deque(itertools.chain.from_iterable(map(_pieces, texts)))
         with contextlib.suppress(OSError):  # the reader of the log is gone
             while left:
                 try:
-                    written = os.writev(self._fd, list(islice(left, _MAX_WRITTEN_TOGETHER)))
+                    written = os.writev(self._fd, _next_pieces(left))
                 except BlockingIOError:  # another process that shares the pipe has made it non-blocking
                     select.select((), (self._fd,), ())
                     continue
+                self.written += written
                 while left and written >= len(left[0]):
                     written -= len(left.popleft())
                 if written:
-                    left[0] = memoryview(left[0])[written:]
+                    left[0] = left[0][written:]
+
+
+def _pieces(text: bytes) -> Iterator[memoryview]:
+    """Yield the parts of a text in which it is written: whole lines, as far as these are short."""
+    view, start = memoryview(text), 0
+    while len(text) - start > _PIECE:
+        end = text.rfind(b"\n", start, start + _PIECE) + 1 or start + _PIECE
+        yield view[start:end]
+        start = end
+    yield view[start:]
+
+
+def _next_pieces(left: Iterable[memoryview]) -> list[memoryview]:
+    """Return the pieces that are written together."""
+    taken: list[memoryview] = []
+    size = 0
+    for piece in islice(left, _MAX_WRITTEN_TOGETHER):
+        size += len(piece)
+        if taken and size > _PIECE:
+            break
+        taken.append(piece)
+    return taken

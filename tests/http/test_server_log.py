@@ -170,6 +170,37 @@ def test_the_end_waits_for_a_reader_that_is_slow() -> None:
         assert re.findall(r"line (\d+)", "".join(texts)) == [str(number) for number in range(40)]
 
 
+def test_the_end_waits_for_a_slow_reader_of_one_long_record() -> None:
+    with background_log(8 << 20) as (log, logger, reading):
+        logger.handle(WrittenLines("test", b"%b the end\n" % (b"x" * 900_000)))
+        data = b""
+
+        def read() -> None:
+            nonlocal data
+            while part := os.read(reading, 1 << 14):
+                data += part
+                if data.endswith(b"the end\n"):
+                    break
+                time.sleep(0.03)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        log.close(1)  # the record takes longer
+        assert len(data) > 900_000 - (1 << 16) - (1 << 14), "the pipe holds the rest"
+        reader.join()
+    assert data.endswith(b"x the end\n")
+    assert len(data) > 900_000
+
+
+def test_long_lines_are_written_in_order_and_whole() -> None:
+    parts = [b"%d %s\n" % (number, b"x" * (number % 7 * 9000)) for number in range(50)]
+    parts += [b"", b"\n", b"".join(b"%d\n" % number for number in range(50, 9000))]
+    with background_log(8 << 20) as (_, logger, reading):
+        logger.handle(WrittenLines("test", *parts))
+        logger.warning("the end")
+        assert read_until(reading, b"the end\n").encode().startswith(b"".join(parts))
+
+
 def test_a_reader_that_is_gone_is_no_error() -> None:
     with background_log(1 << 20) as (log, logger, reading):
         os.close(reading)
