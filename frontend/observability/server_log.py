@@ -192,6 +192,13 @@ class _RecordQueue(queue.Queue[logging.LogRecord | None]):
         super()._init(maxsize)
         self._bytes = 0
 
+    def put_end(self) -> None:
+        """Put the end behind the records, however full the queue is."""
+        with self.mutex:
+            self._put(None)
+            self.unfinished_tasks += 1
+            self.not_empty.notify()
+
     def _qsize(self) -> int:
         return self._bytes
 
@@ -268,7 +275,9 @@ class _Listener(QueueListener):
     def handle(self, record: logging.LogRecord) -> None:
         super().handle(record)
         self._handled += 1
-        if self._records.empty():  # the next record, which would bring the report, may come much later
+        if self._records.qsize() <= _size(
+            None
+        ):  # but for the end it is empty: the next record, which would bring the report, may come much later
             report = self._source.take_report()
             if report is not None:
                 super().handle(report)
@@ -282,13 +291,12 @@ class _Listener(QueueListener):
         thread = self._thread
         if thread is None:
             return
-        with contextlib.suppress(queue.Full):
-            self._records.put(None, timeout=limit_s)
-            looks = idle = 0
-            while thread.is_alive() and idle < _LOOKS and looks < _CLOSE_LIMITS * _LOOKS:
-                progress = self._progress
-                thread.join(limit_s / _LOOKS)
-                looks, idle = looks + 1, idle + 1 if progress == self._progress else 0
+        self._records.put_end()
+        looks = idle = 0
+        while thread.is_alive() and idle < _LOOKS and looks < _CLOSE_LIMITS * _LOOKS:
+            progress = self._progress
+            thread.join(limit_s / _LOOKS)
+            looks, idle = looks + 1, idle + 1 if progress == self._progress else 0
 
     @property
     def _progress(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import select
 import subprocess
 import sys
 import threading
@@ -170,26 +171,44 @@ def test_the_end_waits_for_a_reader_that_is_slow() -> None:
         assert re.findall(r"line (\d+)", "".join(texts)) == [str(number) for number in range(40)]
 
 
+@contextlib.contextmanager
+def slow_reader(reading: int, ending: bytes) -> Iterator[bytearray]:
+    """Yield what is read, 16 KiB in each thirtieth of a second; at the end it has been read up to `ending`."""
+    data = bytearray()
+
+    def read() -> None:
+        while ending not in data[-1000:]:
+            data.extend(os.read(reading, 1 << 14))
+            time.sleep(0.03)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    yield data
+    reader.join()
+
+
+PIPE = (1 << 16) + (1 << 14)  # bytes: what a pipe holds, and what is being read of it
+
+
 def test_the_end_waits_for_a_slow_reader_of_one_long_record() -> None:
-    with background_log(8 << 20) as (log, logger, reading):
+    with background_log(8 << 20) as (log, logger, reading), slow_reader(reading, b"the end\n") as data:
         logger.handle(WrittenLines("test", b"%b the end\n" % (b"x" * 900_000)))
-        data = b""
-
-        def read() -> None:
-            nonlocal data
-            while part := os.read(reading, 1 << 14):
-                data += part
-                if data.endswith(b"the end\n"):
-                    break
-                time.sleep(0.03)
-
-        reader = threading.Thread(target=read)
-        reader.start()
         log.close(1)  # the record takes longer
-        assert len(data) > 900_000 - (1 << 16) - (1 << 14), "the pipe holds the rest"
-        reader.join()
-    assert data.endswith(b"x the end\n")
-    assert len(data) > 900_000
+        assert len(data) > 900_000 - PIPE
+
+
+def test_the_end_waits_for_a_slow_reader_of_a_log_that_is_full() -> None:
+    with background_log(1 << 16) as (log, logger, reading):
+        logger.handle(WrittenLines("test", b"x" * 900_000 + b"\n"))
+        assert select.select([reading], (), (), 60)[0], "the writer is at this record"
+        for number in range(200):
+            logger.warning("line %d %s", number, "x" * 500)
+        with slow_reader(reading, b"not logged, because the log is read too slowly\n") as data:
+            log.close(1)
+            assert len(data) > 900_000 - PIPE
+    kept = len(re.findall(rb"line \d+ ", data))
+    assert 1 < kept < 200
+    assert b"%d lines were not logged" % (200 - kept) in data
 
 
 def test_long_lines_are_written_in_order_and_whole() -> None:
