@@ -3,7 +3,8 @@
 Few rows are bound by reading weights, many by arithmetic. The faster kernel for a number of rows depends on the
 processor, its memory, the number of threads and the shape of the weights. No flag of a processor says it, so the two
 take turns on this machine when a model loads. What was measured is kept beside the compiled kernels: a file for each
-border, so that of two workers that start at once none loses what the other one wrote.
+border, so that of two workers that start at once none loses what the other one wrote. Other programs may have disturbed
+it unseen: the next load measures again, until two loads in a row agree.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -41,6 +43,7 @@ _CLEAR_GAIN = 1.5
 # other in all turns, which says nothing about the kernels.
 _BUSY, _DELAY = 1.5, 0.003
 _MAX_SECONDS = 3.0  # in all
+_STEP = 4  # of ROWS: borders within one agree
 _LAST_SECONDS = 0.5  # for the last of ROWS: a large layer might take longer than all else, and the head has fewer rows
 
 
@@ -55,10 +58,17 @@ def thread_seconds(work: Work) -> float:
     return time.thread_time() - began
 
 
+class _Kept(NamedTuple):
+    """A crossover as a file has it; two loads in a row have measured one that `is_confirmed`."""
+
+    rows: int
+    is_confirmed: bool
+
+
 class Crossovers:
     """Up to how many rows the first of two ways is the faster one on this machine.
 
-    It knows what files in the folder `kept` say, if there is one, and measures the rest.
+    It knows what files in the folder `kept` say that were confirmed, if there are any, and measures the rest.
 
     `machine` names everything but the shapes that the times depend on. Measuring takes little more than `max_seconds`.
     """
@@ -75,7 +85,7 @@ class Crossovers:
         self._seconds = seconds
         self._max_seconds = max_seconds
         self._known: dict[str, int] = {}
-        self._measured: list[str] = []  # names that no file has yet
+        self._measured: dict[str, bool] = {}  # whether they confirm what a file says
         self._asked: dict[str, int | None] = {}
         self._spent = 0.0  # seconds
         self._is_busy = False  # whether other programs were seen to have the cores
@@ -97,9 +107,9 @@ class Crossovers:
         could not be measured, because the machine is busy.
         """
         name += "" if most >= ROWS[-1] else f" for up to {most} rows"
-        crossover = self._known.get(name)
-        if crossover is None and (crossover := self._read(name)) is not None:
-            self._known[name] = crossover
+        crossover, kept = self._known.get(name), None
+        if crossover is None and (kept := self._read(name)) is not None and kept.is_confirmed:
+            crossover = self._known[name] = kept.rows
         if crossover is None:
             began = time.perf_counter()
             end = began + self._max_seconds - self._spent
@@ -107,9 +117,11 @@ class Crossovers:
             self._spent += time.perf_counter() - began
             if crossover is not None:
                 self._known[name] = crossover
-                self._measured.append(name)
+                self._measured[name] = kept is not None and _agree(kept.rows, crossover, most)
             elif time.perf_counter() < end:
                 self._is_busy = True
+            if crossover is None and kept is not None:
+                crossover = kept.rows
         self._asked[name] = crossover
         return unmeasured if crossover is None else crossover
 
@@ -149,8 +161,9 @@ class Crossovers:
         origin = "as measured before" if not self._spent else f"measured in {self._spent:.2f} s"
         if self._measured and not self._is_busy and self._folder is not None:
             try:
-                for name in self._measured:
-                    kernel_files.write(self._path(self._folder, name), self._content(name, self._known[name]))
+                for name, is_confirmed in self._measured.items():
+                    kept = _Kept(self._known[name], is_confirmed)
+                    kernel_files.write(self._path(self._folder, name), self._content(name, kept))
                 origin += f", kept in {self._folder}"
             except OSError as error:
                 origin += f", not kept: {error}"
@@ -158,26 +171,33 @@ class Crossovers:
             origin += ", but for what there was no time for or other programs took the processor"
         crossovers = (f"{name}: {_in_words(crossover)}" for name, crossover in sorted(self._asked.items()))
         logger.info("Rows that the project's kernels compute, %s. %s", origin, "; ".join(crossovers))
-        self._asked, self._spent, self._measured = {}, 0.0, []
+        self._asked, self._spent, self._measured = {}, 0.0, {}
 
     def _path(self, folder: Path, name: str) -> Path:
         digest = hashlib.sha256(f"{self._machine}\0{name}".encode()).hexdigest()[:32]
         return folder / f"border_{digest}.json"
 
-    def _content(self, name: str, crossover: int) -> bytes:
-        return json.dumps({"machine": self._machine, "name": name, "rows": crossover}).encode()
+    def _content(self, name: str, kept: _Kept) -> bytes:
+        return json.dumps({"machine": self._machine, "name": name, **kept._asdict()}).encode()
 
-    def _read(self, name: str) -> int | None:
+    def _read(self, name: str) -> _Kept | None:
         """Return what was measured before; None if no file says it, or if another program wrote the file."""
         if self._folder is None:
             return None
         try:
             data = kernel_files.read(self._path(self._folder, name))
-            crossover = json.loads(data)["rows"]
+            content = json.loads(data)
+            kept = _Kept(content["rows"], content["is_confirmed"])
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
-        is_one = type(crossover) is int and 0 <= crossover <= ALL  # kernels take integers of 64 bits
-        return crossover if is_one and data == self._content(name, crossover) else None
+        is_one = type(kept.rows) is int and 0 <= kept.rows <= ALL  # kernels take integers of 64 bits
+        return kept if is_one and type(kept.is_confirmed) is bool and data == self._content(name, kept) else None
+
+
+def _agree(one: int, other: int, most: int) -> bool:
+    """Whether two crossovers are at most a step of ROWS apart; 0 is one below 1."""
+    less, more = sorted(min(crossover, most, ROWS[-1]) for crossover in (one, other))
+    return more < _STEP * (less + 1)
 
 
 def _is_faster(few: Work, many: Work, seconds: Seconds, end: float, min_gain: float) -> bool | None:

@@ -79,7 +79,7 @@ def test_the_time_that_other_programs_take_moves_no_crossover() -> None:
     assert patient(seconds=lambda work: clean(work) + next(delays)).crossover("x", few, many) == 8
 
 
-def test_a_crossover_is_measured_once_for_each_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crossover_is_measured_by_two_loads_of_each_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", kernel_choice.__name__)
     measured: list[object] = []
 
@@ -87,7 +87,8 @@ def test_a_crossover_is_measured_once_for_each_machine(tmp_path: Path, caplog: p
         measured.append(work())
         return costing(lambda rows: rows, lambda rows: 5.0)(work)
 
-    for machine, names, is_new in (("a", "xy", True), ("a", "xz", True), ("b", "x", True), ("a", "xyz", False)):
+    starts = [("a", "xy", True), ("a", "xz", True), ("b", "x", True), ("a", "x", False), ("a", "xyz", True)]
+    for machine, names, is_new in (*starts, ("a", "xyz", False)):
         crossovers = patient(tmp_path, machine, seconds)
         assert [crossovers.crossover(name, few, many) for name in names] == [4] * len(names)
         crossovers.keep()
@@ -105,8 +106,50 @@ def test_of_two_workers_that_start_at_once_none_loses_what_the_other_one_measure
         assert worker.crossover(name, few, many) == 4
     for worker in workers:
         worker.keep()
-    later = patient(tmp_path, "a", lambda work: pytest.fail("it is measured again"))
-    assert [later.crossover(name, few, many) for name in "xy"] == [4, 4]
+    for seconds in (timer, lambda work: pytest.fail("it is measured again")):
+        later = patient(tmp_path, "a", seconds)
+        assert [later.crossover(name, few, many) for name in "xy"] == [4, 4]
+        later.keep()
+
+
+def test_a_crossover_that_a_load_measured_wrong_is_replaced_by_one_that_two_loads_in_a_row_measure(
+    tmp_path: Path,
+) -> None:
+    for factor, expected in ((9.0, 0), (1.0, 4), (1 / 64, 256), (1 / 40, 128)):
+        crossovers = patient(tmp_path, "a", costing(lambda rows, factor=factor: factor * rows, lambda rows: 5.0))
+        assert crossovers.crossover("x", few, many) == expected
+        crossovers.keep()
+    last = patient(tmp_path, "a", lambda work: pytest.fail("it is measured again"))
+    assert last.crossover("x", few, many) == 128
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "most", "agree"),
+    [(0, 1, ALL, True), (0, 4, ALL, False), (4, 16, ALL, True), (4, 32, ALL, False), (64, ALL, ALL, False),
+     (64, ALL, 128, True), (256, ALL, ALL, True)],
+)  # fmt: skip
+def test_two_loads_agree_if_their_crossovers_are_a_step_of_rows_apart(
+    first: int, second: int, most: int, agree: bool, tmp_path: Path
+) -> None:
+    measured: list[object] = []
+    for crossover in (first, second, second):
+        timer = costing(lambda rows, crossover=crossover: 1.0 if rows <= crossover else 9.0, lambda rows: 5.0)
+        measured.clear()
+        crossovers = patient(tmp_path, "a", lambda work, timer=timer: measured.append(work()) or timer(work))
+        crossovers.crossover("x", few, many, most=most)
+        crossovers.keep()
+    assert bool(measured) is not agree
+
+
+def test_a_busy_machine_takes_what_one_load_has_measured(tmp_path: Path) -> None:
+    def busy(work: Work) -> float:
+        time.sleep(0.01)
+        return 1e-6
+
+    first = patient(tmp_path, "a", costing(lambda rows: rows, lambda rows: 5.0))
+    first.crossover("x", few, many)
+    first.keep()
+    assert patient(tmp_path, "a", busy).crossover("x", few, many) == 4
 
 
 def test_what_a_busy_machine_would_measure_is_left_to_the_next_load(
@@ -165,7 +208,7 @@ def test_a_damaged_file_is_measured_anew(tmp_path: Path, content: str) -> None:
     first.keep()
     (kept,) = tmp_path.iterdir()
     kept.write_text(content)
-    for seconds in (timer, lambda work: pytest.fail("it is measured again")):
+    for seconds in (timer, timer, lambda work: pytest.fail("it is measured again")):
         crossovers = patient(tmp_path, "a", seconds)
         assert crossovers.crossover("x", few, many) == 4
         crossovers.keep()
@@ -185,9 +228,10 @@ def test_a_border_that_no_kernel_takes_is_measured_anew(tmp_path: Path) -> None:
 def test_the_file_of_another_border_says_nothing(tmp_path: Path) -> None:
     kept = []
     for name, seconds in (("x", 1.0), ("y", 9.0)):
-        crossovers = patient(tmp_path, "a", costing(lambda rows, seconds=seconds: seconds, lambda rows: 5.0))
-        crossovers.crossover(name, few, many)
-        crossovers.keep()
+        for _ in range(2):
+            crossovers = patient(tmp_path, "a", costing(lambda rows, seconds=seconds: seconds, lambda rows: 5.0))
+            crossovers.crossover(name, few, many)
+            crossovers.keep()
         kept += [path for path in tmp_path.iterdir() if path not in kept]
     kept[0].write_bytes(kept[1].read_bytes())
     timer = costing(lambda rows: rows, lambda rows: 5.0)
