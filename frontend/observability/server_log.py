@@ -275,9 +275,8 @@ class _Listener(QueueListener):
     def handle(self, record: logging.LogRecord) -> None:
         super().handle(record)
         self._handled += 1
-        if self._records.qsize() <= _size(
-            None
-        ):  # but for the end it is empty: the next record, which would bring the report, may come much later
+        # Nothing but the end is left: the next record, which would bring the report, may come much later.
+        if self._records.qsize() <= _size(None):
             report = self._source.take_report()
             if report is not None:
                 super().handle(report)

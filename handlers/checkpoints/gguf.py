@@ -11,8 +11,8 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 
 from lmi_server.configuration.model_directory.gguf import GgufHeader, read_gguf
+from lmi_server.configuration.model_directory.gguf_faults import tokenizer_fault
 from lmi_server.contract.errors import ConfigurationError, ModelLoadError
-from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.processes import gguf_package
 
 # A model may have so many weights for each of the file, and some more, which transformers makes of others.
@@ -46,21 +46,13 @@ def gguf_weights(path: str) -> dict[str, Any]:
 
 
 def refuse_damaged(path: str) -> None:
-    """Raise ModelLoadError if the header names more bytes than the file has, or other layers.
+    """Raise ModelLoadError if the file is cut, or keys and tensors of its header do not make a model.
 
     transformers would draw layers that are missing at random.
     """
-    header = _header(path)
-    fault = header.size_fault(Path(path).stat().st_size)
+    fault = _header(path).fault(Path(path))
     if fault is not None:
         raise ModelLoadError(f"{path}: {fault}")
-    count = header.values.get(f"{header.architecture}.block_count")
-    layers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
-    if count != len(layers):
-        raise ModelLoadError(
-            f"{path}: block_count = {excerpt(str(count))}, but the file has tensors of {len(layers)} layers; the file"
-            " is damaged, fetch it again"
-        )
 
 
 def refuse_sizes(config: Any, path: str) -> None:
@@ -108,29 +100,18 @@ def refuse_other_shapes(model: Any, path: str) -> None:
 
 
 def load_gguf_tokenizer(path: str, load: Callable[..., Any]) -> Any:
-    """Return the tokenizer of the files beside the model, or else the one in the model's file.
-
-    Raises ModelLoadError if the model splits texts in a way that is not known here.
-    """
+    """Return the tokenizer of the files beside the model, or else the one in its file. Raises ModelLoadError."""
     if (Path(path).parent / "tokenizer.json").is_file():
         return load(path=str(Path(path).parent))
+    values = _header(path).values
+    fault = tokenizer_fault(values)
+    if fault is not None:
+        raise ModelLoadError(f"{path}: {fault}")
     tokenizer = load(**gguf_arguments(path))
     # transformers reads the tokens and their merges, but not how the model splits a text before it merges.
-    model, split = _splitting(path)
-    if model == "gpt2":
-        if split not in _SPLITS:
-            raise ModelLoadError(
-                f"{path}: tokenizer.ggml.pre = {excerpt(split)} is not known; put the tokenizer.json of the original"
-                " model beside the file"
-            )
-        tokenizer.backend_tokenizer.pre_tokenizer = _SPLITS[split]
+    if values["tokenizer.ggml.model"] == "gpt2":
+        tokenizer.backend_tokenizer.pre_tokenizer = _SPLITS[values["tokenizer.ggml.pre"]]
     return tokenizer
-
-
-def _splitting(path: str) -> tuple[str, str]:
-    """Return the kind of the tokenizer, and the name of its first step."""
-    values = _header(path).values
-    return str(values.get("tokenizer.ggml.model", "")), str(values.get("tokenizer.ggml.pre", ""))
 
 
 def _regex(pattern: str) -> Any:

@@ -136,9 +136,9 @@ def _fault(path: Path) -> str | None:
 
 
 def gguf_fault(path: Path) -> str | None:
-    """Compare the size of a file in GGUF with the end of the last tensor that its header names."""
+    """Return what is wrong with a file in GGUF, by its size and its header."""
     try:
-        return read_gguf(path).size_fault(path.stat().st_size)
+        return read_gguf(path).fault(path)
     except ConfigurationError as error:
         return error.message.removeprefix(f"{path}: ")
 

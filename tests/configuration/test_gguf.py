@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf_helpers import hostile_gguf, key_of, tensor_of, write_gguf
@@ -30,7 +31,9 @@ def test_a_directory_with_one_file(tmp_path: Path) -> None:
     found = inspected(tmp_path)
     assert (found.location, found.spec.title, found.problems) == (str(path), "huggingface", ())
     explained = explain(found)
-    assert (explained.files, explained.memory["parameters"], explained.memory["weights_bytes"]) == ((), 1024, 2048)
+    count = 3 * 32 + 32 + 2 * (2 * 32 + 4 * 32 * 32 + 3 * 32 * 48)
+    assert explained.files == ()
+    assert (explained.memory["parameters"], explained.memory["weights_bytes"]) == (count, 2 * count)
     assert explained.memory["context_length"] == 64
     assert found.config["architectures"] == ["LlamaForCausalLM"]
 
@@ -94,6 +97,68 @@ def test_files_that_are_cut(tmp_path: Path) -> None:
         path.write_bytes(cut)
         with pytest.raises(ConfigurationError, match=r"m\.gguf: is no file in GGUF, or is cut within its header"):
             read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (
+            {"without": ["embedding_length"]},
+            "has no key llama.embedding_length, without which the model cannot be made",
+        ),
+        (
+            {"architecture": "gemma2", "without": [f"blk.{number}.post_ffw_norm.weight" for number in (0, 1)]},
+            "has no tensor blk.0.post_ffw_norm.weight",
+        ),
+        ({"without": ["attention.head_count"]}, "has no key llama.attention.head_count"),
+        ({"layers": 1}, "block_count = 2, but the file has tensors of 1 layers; the file is damaged, fetch it again"),
+        ({"without": ["output_norm.weight"]}, "has no tensor output_norm.weight; the file is damaged"),
+        ({"without": ["blk.1.attn_q.weight"]}, "has no tensor blk.1.attn_q.weight; the file is damaged"),
+        ({"without": ["blk.0.ffn_gate.weight"]}, "has no tensor blk.0.ffn_gate.weight"),
+        ({"without": [f"blk.{number}.ffn_norm.weight" for number in (0, 1)]}, "has no tensor blk.0.ffn_norm.weight"),
+        (
+            {"shapes": {"attn_q": (32, 48)}},
+            "tensor blk.0.attn_q.weight is 48 x 32, and llama.embedding_length = 32 is not its first size; the file",
+        ),
+        (
+            {"shapes": {"ffn_down": (48, 32)}},
+            "tensor blk.0.ffn_down.weight is 32 x 48, and llama.feed_forward_length = 48 is not its first size",
+        ),
+        ({"shapes": {"attn_output": (16, 32)}}, "32 x 16, and llama.embedding_length = 32 is not its second size"),
+        ({"shapes": {"attn_output": (32,)}}, "is 32, and llama.embedding_length = 32 is not its second size"),
+        ({"shapes": {"token_embd.weight": (4, 32)}}, "tensor token_embd.weight is 32 x 4, and the file has 3 tokens"),
+        (
+            {"shapes": {"blk.1.attn_k.weight": (16, 32)}},
+            "tensor blk.1.attn_k.weight is 32 x 16, and 32 x 32 in another layer",
+        ),
+        (
+            {"tokenizer": "bert"},
+            "tokenizer.ggml.model = bert is not read from GGUF; allowed: gemma4, gpt2, llama, t5; or put the"
+            " tokenizer.json of the original model beside the file",
+        ),
+        ({"tokenizer": "gpt2"}, "tokenizer.ggml.pre =  is not known; put the tokenizer.json of the original model"),
+        ({"without": ["tokens"]}, "has no tokenizer.ggml.tokens; put the tokenizer.json of the original model beside"),
+    ],
+)
+def test_what_a_header_lacks_or_contradicts_is_a_fault_of_the_file(
+    tmp_path: Path, changes: dict[str, Any], fault: str
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", **changes)
+    (found,) = explain(inspected(tmp_path)).files
+    assert found.startswith(f"{path}: ")
+    assert fault in found
+
+
+def test_a_tokenizer_beside_the_file_takes_the_place_of_its_own(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", tokenizer="bert", without=["tokens"])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert not [line for line in explain(inspected(tmp_path)).files if "ggml" in line]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2moe", "qwen3", "stablelm", "gemma2"])
+def test_a_whole_file_has_no_fault(tmp_path: Path, architecture: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", architecture)
+    assert read_gguf(path).fault(path) is None
 
 
 @pytest.mark.parametrize("model_id", ["s3://bucket/m.gguf", "owner/name.gguf"])

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lmi_server.configuration.model_directory.gguf_faults import header_fault, tokenizer_fault
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.texts.quoting import excerpt
 
@@ -72,6 +73,7 @@ class _Tensor(NamedTuple):
     """A tensor: where it begins and ends behind the header. `end` is None if its type is not known here."""
 
     name: str
+    shape: tuple[int, ...]
     parameters: int
     offset: int
     end: int | None
@@ -80,14 +82,15 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What the header says: `values` by key (of arrays, their lengths), the names of the tensors, and their weights.
+    """What the header says: `values` by key (of arrays, their lengths), and the sizes of the tensors by name.
 
-    `end` is the size that the file must have at least; None if a tensor is of a type that is not known here. `held`
-    are the bytes of the weights on a CPU, where blocks stay as they are and others become bfloat16.
+    `parameters` are their weights. `end` is the size that the file must have at least; None if a tensor is of a type
+    that is not known here. `held` are the bytes of the weights on a CPU, where blocks stay as they are and others
+    become bfloat16.
     """
 
     values: Mapping[str, Any]
-    tensors: frozenset[str]
+    tensors: Mapping[str, tuple[int, ...]]
     parameters: int
     end: int | None
     held: int
@@ -107,6 +110,14 @@ class GgufHeader:
         if scaling != "none" or any(name.startswith("rope_f") for name in self.tensors):
             return "scales its rotary positions, which transformers does not read from GGUF"
         return None
+
+    def fault(self, path: Path) -> str | None:
+        """Return what is wrong with the file, which has this header; None if it can be loaded as far as that says."""
+        return (
+            self.size_fault(path.stat().st_size)
+            or (header_fault(self.architecture, self.values, self.tensors) if self.problem() is None else None)
+            or (None if (path.parent / "tokenizer.json").is_file() else tokenizer_fault(self.values))
+        )
 
     def size_fault(self, size: int) -> str | None:
         """Return what is wrong with a file of so many bytes; None if it has all that the header names."""
@@ -181,7 +192,7 @@ class _HeaderReader:
         known = [tensor.end for tensor in tensors if tensor.end is not None]
         return GgufHeader(
             values=values,
-            tensors=frozenset(tensor.name for tensor in tensors),
+            tensors={tensor.name: tensor.shape for tensor in tensors},
             parameters=sum(tensor.parameters for tensor in tensors),
             end=start + max(known, default=0) if len(known) == len(tensors) else None,
             held=sum(tensor.held for tensor in tensors) + _held_as_head(tensors),
@@ -206,7 +217,7 @@ class _HeaderReader:
         kind, offset = self._scalar("I"), self._scalar("Q")
         inputs, size = _BLOCKS_IN_MEMORY.get(kind, (1, 2))
         held = math.prod(shape) * size // inputs
-        return _Tensor(name, math.prod(shape), offset, _end_of(shape, kind, offset), held)
+        return _Tensor(name, tuple(shape), math.prod(shape), offset, _end_of(shape, kind, offset), held)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

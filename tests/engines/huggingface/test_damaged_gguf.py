@@ -4,31 +4,56 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf_helpers import SIZES, write_gguf
 from transformers import AutoModelForCausalLM
 
+from handlers.checkpoints.gguf import _SPLITS
 from handlers.checkpoints.transformers_loading import load_config, load_model
 from handlers.huggingface.options import HuggingFaceOptions
+from lmi_server.configuration.model_directory.gguf_faults import SPLITS
 from lmi_server.contract.errors import ModelLoadError
 
 
 def test_a_weight_of_another_shape_than_the_sizes_give_it_is_refused(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "model.gguf", layers=2)  # three tokens, and embeddings of 32
-    named = re.escape(f"{path}: model.embed_tokens.weight is (32, 32), but the sizes in the file make it (3, 32)")
+    path = write_gguf(tmp_path / "model.gguf", shapes={"attn_k": (16, 32)})
+    weight = "model.layers.0.self_attn.k_proj.weight"
+    named = re.escape(f"{path}: {weight} is (16, 32), but the sizes in the file make it (32, 32)")
     with pytest.raises(ModelLoadError, match=named):
         load_model(AutoModelForCausalLM, str(path), HuggingFaceOptions())
 
 
-@pytest.mark.parametrize(("name", "size"), [("embedding_length", 1), ("embedding_length", 30)])
-def test_sizes_that_no_model_has_are_refused(
-    name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [1, 30, 2**16])
+def test_sizes_that_the_tensors_have_not_are_refused_before_anything_is_allocated(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SIZES, name, size)
-    path = write_gguf(tmp_path / "model.gguf", layers=2)
-    with pytest.raises(ModelLoadError, match=re.escape(f"AutoConfig cannot load {path}: ")):
+    monkeypatch.setitem(SIZES, "embedding_length", size)
+    path = write_gguf(tmp_path / "model.gguf")
+    named = f"{path}: tensor token_embd.weight is 32 x 3, and llama.embedding_length = {size} is not its first size"
+    with pytest.raises(ModelLoadError, match=re.escape(named)):
         load_config(str(path), HuggingFaceOptions())
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"without": ["blk.1.attn_v.weight"]}, "has no tensor blk.1.attn_v.weight; the file is damaged"),
+        ({"without": ["context_length"]}, "has no key llama.context_length, without which"),
+        ({"tokenizer": "bert"}, "tokenizer.ggml.model = bert is not read from GGUF"),
+    ],
+)
+def test_faults_of_the_header_are_refused_before_the_weights_are_read(
+    changes: dict[str, Any], fault: str, tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", **changes)
+    with pytest.raises(ModelLoadError, match=re.escape(f"{path}: {fault}")):
+        load_config(str(path), HuggingFaceOptions())
+
+
+def test_the_ways_to_split_a_text_are_those_that_the_header_may_name() -> None:
+    assert set(_SPLITS) == set(SPLITS)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 2**31])
@@ -45,8 +70,7 @@ def test_layers_that_the_file_lacks_are_not_drawn_at_random(
 @pytest.mark.parametrize(
     ("architecture", "name", "size"),
     [
-        ("llama", "embedding_length", 2**16),
-        ("llama", "feed_forward_length", 2**31),
+        ("gemma2", "attention.key_length", 2**24),
         ("qwen2moe", "expert_count", 2**31),
     ],
 )
@@ -63,12 +87,11 @@ def test_sizes_of_a_far_larger_model_are_refused_before_anything_is_allocated(
 
 @pytest.mark.parametrize(
     ("architecture", "name", "size"),
-    [("qwen2moe", "attention.head_count_kv", 0), ("qwen2moe", "embedding_length", 0), ("phi3", "context_length", 64)],
+    [("qwen2moe", "attention.head_count_kv", 0), ("phi3", "context_length", 64)],
 )
 def test_sizes_with_which_no_model_can_be_made_are_refused_for_the_file(
     architecture: str, name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A division by zero, a power of zero, and a padding token behind the three of the vocabulary."""
     monkeypatch.setitem(SIZES, name, size)
     path = write_gguf(tmp_path / "model.gguf", architecture, layers=2)
     with pytest.raises(ModelLoadError, match=re.escape(f"cannot load {path}: ")):
