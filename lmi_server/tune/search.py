@@ -18,6 +18,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.trial import FrozenTrial, TrialState
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.processes.model_imports import hide
 from lmi_server.tune.outcome import Measure, Outcome, TuneTrial, best_of
 from lmi_server.tune.space import Choices, Range, Space, grid, size_of, text_of
 
@@ -72,7 +73,8 @@ class Search:
         Trials that were given up count with the throughput of their short run: an option that is wrong in all of them
         would seem to make no difference otherwise.
         """
-        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # takes as long as the rest
+        with hide("sklearn"):  # another evaluator needs it: 1.2 s of a processor, with scipy.stats and pandas
+            from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
         judged = optuna.create_study(direction="maximize")  # in memory
         kept = self._study.trials
