@@ -361,17 +361,18 @@ def test_vllms_own_metrics_stand_beside_ours_once(ours: Server) -> None:
 
 
 @on_loop
-async def keep_decoding(server: Server, until: str) -> None:
-    """Send requests until the log has a line that matches `until`."""
+async def decode_now_and_then(server: Server, until: str) -> None:
+    """Send short requests until the log has a line that matches `until`; the engine is never idle for a second."""
     found = asyncio.get_running_loop().run_in_executor(None, server.log_line, until)
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         while not found.done():
-            await client.post("/v1/completions", json=streaming(200))
+            await client.post("/v1/completions", json=streaming(8))
+            await asyncio.sleep(0.1)
     await found
 
 
 def test_the_log_reports_throughput(ours: Server) -> None:
-    keep_decoding(
+    decode_now_and_then(
         server=ours,
         until=r"Decode batch\. #running-req: 1, #token: \d+, token usage: \d\.\d\d,"
         r" gen throughput \(token/s\): \d+\.\d\d, #queue-req: 0",
