@@ -158,6 +158,19 @@ class TransformersOptions(ModelOptions):
         problem = self._unrounded(declared, config) if self.activation_dtype == "int8" else None
         return None if problem is None else ("option.activation_dtype", problem)
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether option.device_map leaves the whole model on the CPU, whatever GPUs there are."""
+        return self.device_map not in (None, *STRATEGIES) and not self.mapped_gpus
+
+    def device_problem(self) -> tuple[str, str] | None:
+        """Return a key in full whose value does not fit a worker with GPUs, and why; None if all fit."""
+        # A map of modules may leave some of them on the CPU.
+        if self.activation_dtype != "int8" or self.is_on_cpu or isinstance(self.placement, Mapping):
+            return None
+        reason = "layers round their activations on the CPU alone, and the model goes on a GPU"
+        return "option.activation_dtype", f"{reason}; remove the key, or set load_on_devices=cpu"
+
     def _unrounded(self, declared: Any, config: Mapping[str, Any]) -> str | None:
         """Return why no layer of the checkpoint would round its activations; None if some do, or perhaps do."""
         remedy = f"remove the key, or on a CPU set option.quantize to one of {', '.join(BLOCK_FORMATS)}"
@@ -252,6 +265,9 @@ class TransformersEngine(EngineDescription[TransformersOptions]):
 
     def checkpoint_problem(self, location: Path, config: Mapping[str, Any]) -> tuple[str, str] | None:
         return self.options.checkpoint_problem(config) if config else None
+
+    def device_problem(self) -> tuple[str, str] | None:
+        return self.options.device_problem()
 
     def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         declared = config.get("quantization_config")

@@ -198,9 +198,10 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
 
     `more` are arguments that replace these. Raises ModelLoadError, also if torch cannot use a GPU of this worker.
     """
-    on_cpu = options.device_map not in (None, *STRATEGIES) and not options.mapped_gpus
-    gpus = NO_GPUS if on_cpu else usable_gpus()
+    gpus = NO_GPUS if options.is_on_cpu else usable_gpus()
     _refuse_absent_device(options, gpus.count)
+    if gpus.count:
+        _refuse(options, options.device_problem())
     config = load_config(path, options)
     arguments = {**_default_map(gpus.count), **options.engine_arguments(), **more}
     arguments.pop("quantization_config", None)
@@ -237,7 +238,10 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
 
 def _refuse_unfit(options: TransformersOptions, config: Any) -> None:
     """Raise ModelLoadError if a key does not fit the checkpoint: before its weights are quantised, which takes long."""
-    problem = options.checkpoint_problem(config.to_dict())
+    _refuse(options, options.checkpoint_problem(config.to_dict()))
+
+
+def _refuse(options: TransformersOptions, problem: tuple[str, str] | None) -> None:
     if problem is not None:
         key, reason = problem
         value = getattr(options, key.removeprefix("option."))

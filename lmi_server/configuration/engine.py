@@ -135,6 +135,10 @@ class EngineDescription(Generic[_AnyOptions]):
         """
         return None
 
+    def device_problem(self) -> tuple[str, str] | None:
+        """Return a key in full whose value does not fit a worker with GPUs, and why; None if there is none."""
+        return None
+
     def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         """Return the changes of `lmi-server partition` to serving.properties, by key in full; None removes a key.
 

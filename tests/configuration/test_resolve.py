@@ -917,6 +917,31 @@ def test_what_a_plain_checkpoint_on_a_cpu_cannot_have_is_refused_before_it_loads
 
 
 @pytest.mark.parametrize(
+    ("more", "is_refused"),
+    [
+        ("", True),
+        ("load_on_devices=0", True),
+        ("option.device_map=cuda:0", True),
+        ("load_on_devices=cpu", False),
+        ("option.device_map=cpu", False),
+        ('option.device_map={"model": "cpu", "lm_head": 0}', False),
+    ],
+)
+def test_activations_of_8_bits_are_refused_where_the_model_goes_on_a_gpu(
+    write: Write, more: str, is_refused: bool
+) -> None:
+    keys = "option.rolling_batch=scheduler\noption.activation_dtype=int8\noption.quantize=q8_0"
+    directory = write(f"{keys}\n{more}")
+    gpu = Machine(2**34, 2**34, gpus=(Gpu("0", 2**34, 2**34),), engines=frozenset({"torch", "transformers"}))
+    problems = inspect_model(directory, {}, machine=gpu).problems
+    found = [line for line in problems if "layers round their activations on the CPU alone" in line]
+    assert len(found) == is_refused, problems
+    if found:
+        assert 'option.activation_dtype = "int8" is not allowed; ' in found[0]
+        assert found[0].endswith("; remove the key, or set load_on_devices=cpu")
+
+
+@pytest.mark.parametrize(
     ("lines", "declared", "text"),
     [
         ("", {"quantization_config": {"load_in_4bit": True}}, "are not rounded; remove the key"),
