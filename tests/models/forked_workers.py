@@ -41,7 +41,10 @@ from lmi_server.worker import __main__ as worker_program
 _OF_EVERY_WORKER = ("handlers.own_code.handler", "handlers.echo.handler")  # and nothing but what every worker imports
 LIBRARIES = {
     "worker": _OF_EVERY_WORKER,
-    "tune": (*_OF_EVERY_WORKER, "lmi_server.tune.search", "frontend.server"),
+    "tune": (
+        *(*_OF_EVERY_WORKER, "lmi_server.tune.command", "lmi_server.tune.search", "frontend.server"),
+        *("optuna.storages._rdb.models", "alembic.command", "sqlalchemy.dialects.sqlite"),  # for the file of a study
+    ),
     "transformers": (
         *("handlers.huggingface.model", "handlers.rolling_batch.engine_loading", "handlers.tasks.task_loading"),
         *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline", "handlers.tasks.encoders.embedding"),
