@@ -94,6 +94,7 @@ def _load_model(path: str, name: str, options: HuggingFaceOptions) -> LoadedMode
         if isinstance(layer, BlockLinear) and layer.formats == ("q4_k",):
             laid = lay_out(_random_blocks(name, layer.out_features, layer.in_features))
             layer.lay(in_quads(laid)[None] if isinstance(layer, Int8BlockLinear) else laid)
+            layer.limit_exact_rows(layer.unmeasured_rows)  # a new layout has that of few rows
             layer.formats = (name,)
     # The check that came with the model has the logits of the weights before they were replaced.
     check = LoadCheck(loaded.model, loaded.max_len, rounds_activations(loaded.model))
