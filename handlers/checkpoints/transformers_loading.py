@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, modeling_gguf_pytorch_utils
 from transformers.utils.logging import set_tqdm_hook
 
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
@@ -311,23 +311,25 @@ def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
 
 @contextmanager
 def _weights_counted() -> Iterator[None]:
-    """Report how many weights transformers has loaded, in place of the bar that it draws on stderr."""
+    """Report how many weights transformers has loaded, or unpacked of GGUF, in place of the bars that it draws."""
 
     def count(bar: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return _count_loaded(*given) if named.get("desc") == _WEIGHTS else bar(*given, **named)
+        return _counted("loading weights", *given) if named.get("desc") == _WEIGHTS else bar(*given, **named)
 
-    before = set_tqdm_hook(count)
+    before, bar_of_gguf = set_tqdm_hook(count), modeling_gguf_pytorch_utils.tqdm
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: _counted("unpacking weights", tensors)  # it asks no hook
     try:
         yield
     finally:
+        modeling_gguf_pytorch_utils.tqdm = bar_of_gguf
         set_tqdm_hook(before)
 
 
-def _count_loaded(weights: Collection[_T]) -> Iterator[_T]:
+def _counted(what: str, weights: Collection[_T]) -> Iterator[_T]:
     for done, weight in enumerate(weights):
-        load_progress.report("loading weights", done, len(weights), "tensors")
+        load_progress.report(what, done, len(weights), "tensors")
         yield weight
-    load_progress.report("loading weights", len(weights), len(weights), "tensors")
+    load_progress.report(what, len(weights), len(weights), "tensors")
 
 
 def _damaged_weights(directory: Path) -> Iterator[str]:

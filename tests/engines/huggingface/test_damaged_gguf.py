@@ -15,6 +15,7 @@ from handlers.checkpoints.transformers_loading import load_config, load_model
 from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.configuration.model_directory.gguf_faults import SPLITS
 from lmi_server.contract.errors import ModelLoadError
+from lmi_server.processes import load_progress
 
 
 def test_a_weight_of_another_shape_than_the_sizes_give_it_is_refused(tmp_path: Path) -> None:
@@ -50,6 +51,18 @@ def test_faults_of_the_header_are_refused_before_the_weights_are_read(
     path = write_gguf(tmp_path / "model.gguf", **changes)
     with pytest.raises(ModelLoadError, match=re.escape(f"{path}: {fault}")):
         load_config(str(path), HuggingFaceOptions())
+
+
+def test_a_load_counts_its_tensors_and_draws_no_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What a worker writes to its standard error becomes lines of the server's log."""
+    path = write_gguf(tmp_path / "model.gguf")
+    load_model(AutoModelForCausalLM, str(path), HuggingFaceOptions())
+    written = capfd.readouterr().err
+    assert "Converting" not in written
+    assert "it/s" not in written
+    last = load_progress.last()
+    assert last is not None
+    assert (last.what, last.done, last.total) == ("loading weights", 20, 20)
 
 
 def test_the_ways_to_split_a_text_are_those_that_the_header_may_name() -> None:
