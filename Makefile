@@ -81,21 +81,20 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 
 # mypy is one process, and the tests wait now and then: side by side they leave no core idle. One process runs the tests
 # of engines and GPUs, so that the others need not import torch and transformers; one runs those that compute without
-# waiting. The others wait more, so processes share them. Each collects all that it may be given, so those of http/, the
-# half of them, are not given the others.
+# waiting. The others wait for most of their time, so six processes share them, longest files first.
 #
-# The process of engines takes longest. The others are nice to it: it has a core to itself, and they share what is left.
+# The process of engines takes longest, so it has a core to itself. What waits goes before what only computes: linters
+# and unit tests take the moments that it leaves, and both cores when it has ended.
 IMPORTING_TORCH := tests/engines tests/gpu
-HTTP := tests/http
-BESIDE := nice -n 10
+BESIDE := nice -n 5
+FILLING := nice -n 10
 check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (three minutes)
-	@{ $(LINT); } > $(VENV)/lint.log 2>&1 & linting=$$!; \
+	@{ $(FILLING) sh -c '$(LINT)'; } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" $(IMPORTING_TORCH) > $(VENV)/engines.log 2>&1 & engines=$$!; \
-	$(BESIDE) $(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
-	$(BESIDE) $(PYTEST) -n 4 -m "not slow" $(HTTP) > $(VENV)/http.log 2>&1 & http=$$!; \
-	$(BESIDE) $(PYTEST) -n 2 -m "not slow" $(addprefix --ignore=,$(IMPORTING_TORCH) $(UNITS) $(HTTP)); failed=$$?; \
-	for process in $$engines $$units $$http $$linting; do wait $$process || failed=1; done; \
-	cat $(addprefix $(VENV)/,engines.log units.log http.log lint.log); exit $$failed
+	$(FILLING) $(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
+	$(BESIDE) $(PYTEST) -n 6 -m "not slow" $(addprefix --ignore=,$(IMPORTING_TORCH) $(UNITS)); failed=$$?; \
+	for process in $$engines $$units $$linting; do wait $$process || failed=1; done; \
+	cat $(addprefix $(VENV)/,engines.log units.log lint.log); exit $$failed
 
 # Another interpreter than that of .venv.
 OTHER_PYTHON ?= python3.13

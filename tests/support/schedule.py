@@ -66,6 +66,7 @@ LONGEST = (
     "packaging/",
     "engines/rolling_batch/",
     "engines/tasks/",
+    "http/test_limits",
     "worker/test_pool",
     "commands/",
     "fuzz/",
