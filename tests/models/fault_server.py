@@ -18,6 +18,7 @@ import importlib
 import json
 import logging
 import os
+import random
 import runpy
 import signal
 import socket
@@ -101,6 +102,7 @@ def _fork(asked: dict[str, Any], connection: socket.socket, descriptors: Sequenc
 def _run(asked: dict[str, Any]) -> int:
     """Do what was asked for in this fork, in the place and with the variables that go with it; return the exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()  # each fork would draw the same numbers, among them Ray's ports
     os.chdir(asked["directory"])
     os.environ.clear()
     os.environ.update(asked["variables"])

@@ -41,11 +41,7 @@ def prepare(variables: Mapping[str, str]) -> None:
         return
     os.environ.update({name: variables[name] for name in _OF_RAY})
     forked_workers.install("worker")
-    # Each class of an actor draws a number when it is defined. Ray's generator would begin with it, and all forks would
-    # draw the same names for what they ask other processes to do.
-    known = import_module("ray.actor").ActorClassID
-    drawn = SimpleNamespace(from_random=lambda: known(os.urandom(known.size())))
-    vars(import_module("ray.actor"))["ActorClassID"] = drawn
+    forked_workers.draw_names_of_actors_late()
     for name in _IMPORTED:
         import_module(name)
     gc.freeze()

@@ -21,6 +21,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import fork_requests
@@ -60,8 +61,9 @@ LIBRARIES = {
         *("diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "transformers.models.clip.modeling_clip"),
     ),
     "vllm": ("handlers.vllm.engine.loading", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"),
+    "ray": ("lmi_server.ray.cluster", "lmi_server.ray.deployments.model_files"),
 }
-"""What the workers of a template have imported, by the name that the template is asked for with."""
+"""What the workers and commands of a template have imported, by the name that the template is asked for with."""
 
 _start = launch._execute
 _LAST_DESCRIPTOR = 1 << 16
@@ -72,6 +74,8 @@ def install(libraries: str) -> None:
     """Import the modules of LIBRARIES; from now on, each worker is a fork of the process that starts it."""
     os.environ.update(_variables(libraries))  # the libraries read them when they are imported
     model_imports.prepare()
+    if libraries == "ray":
+        draw_names_of_actors_late()
     for name in LIBRARIES[libraries]:
         import_module(name)
     for spec in HANDLERS:  # a thread of the server that imports one would keep its lock in a fork for ever
@@ -80,6 +84,17 @@ def install(libraries: str) -> None:
     launch._execute = _execute if libraries in ("worker", "tune") else _execute_or_group
     if libraries == "tune":
         import_module("forked_trial_server").install()
+
+
+def draw_names_of_actors_late() -> None:
+    """Keep the forks of this process, which has not imported Ray, from drawing the same names for what they ask for.
+
+    Each class of an actor draws a number when it is defined. Ray's generator would begin with that, and each fork would
+    go on from there.
+    """
+    ray = import_module("ray.actor")
+    known = ray.ActorClassID
+    vars(ray)["ActorClassID"] = SimpleNamespace(from_random=lambda: known(os.urandom(known.size())))
 
 
 def _variables(libraries: str) -> Mapping[str, str]:

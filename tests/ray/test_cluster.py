@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,8 +15,9 @@ from typing import Any
 
 import pytest
 import ray_helpers
+from forked_servers import ForkedPython, run_python
 from paths import ROOT
-from ray_helpers import LIMIT_S, RayCluster, echo_model, loaded, started_cluster, tiny_models_of_a_cluster
+from ray_helpers import COMMAND, LIMIT_S, RayCluster, echo_model, loaded, started_cluster, tiny_models_of_a_cluster
 from waiting import wait_until
 
 from lmi_server.contract.errors import ConfigurationError
@@ -184,28 +183,28 @@ def interrupted(
             until(lambda: has_begun() or process.poll() is not None, "it has begun")
             is_running = process.poll() is None
             if is_running:
-                assert processes_with(f"{MARK}={loading}")
+                assert "RAY_ADDRESS" in variables or processes_with(f"{MARK}={loading}")
                 process.send_signal(number)
-            output, _ = process.communicate(timeout=LIMIT_S)
+            code = process.wait(LIMIT_S)
+            output = process.stdout.read()
         if is_running:
-            return process.returncode, output
+            return code, output
         assert "no cluster of Ray can be started" in output, output
     raise AssertionError(output)
 
 
 @contextlib.contextmanager
-def deploying(model: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """Run `lmi-server ray deploy`, whose processes have MARK as a variable."""
-    command = [sys.executable, "-m", "lmi_server", "ray", "deploy", str(model), "--host", "127.0.0.1", "--port", "0"]
+def deploying(model: Path, variables: dict[str, str]) -> Iterator[ForkedPython]:
+    """Run `lmi-server ray deploy` in a fork; the processes that it starts have MARK as a variable."""
+    arguments = [COMMAND, "deploy", str(model), "--host", "127.0.0.1", "--port", "0"]
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment = inherited | {MARK: str(model), "PYTHONPATH": str(ROOT)} | variables
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    process = ForkedPython(arguments, inherited | {MARK: str(model), "PYTHONPATH": str(ROOT)} | variables, "ray")
+    with process.stdin, process.stdout:
         try:
             yield process
         finally:
             process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -244,10 +243,8 @@ def test_models_are_served_as_on_one_machine(
 
 
 def test_status_names_the_replicas(cluster: RayCluster) -> None:
-    command = [sys.executable, "-m", "lmi_server", "ray", "status"]
-    shown = subprocess.run(
-        command, env=cluster.environment, capture_output=True, text=True, check=True, timeout=LIMIT_S
-    )
+    shown = run_python([COMMAND, "status"], cluster.environment, "ray")
+    assert shown.returncode == 0, shown.stderr
     status = json.loads(shown.stdout)
     assert status["status"] == "RUNNING"
     assert status["deployments"]["fixed"]["replicas"] == {"RUNNING": FIXED}

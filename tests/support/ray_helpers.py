@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from forked_servers import run_python
 from model_directories import write_properties
 from paths import MODEL_CODE, ROOT, TESTS
 from waiting import wait_until
@@ -36,6 +37,7 @@ os.environ |= {
     "RAY_task_events_report_interval_ms": "0",
     "REPORTER_UPDATE_INTERVAL_MS": "600000",
 }
+COMMAND = str(MODEL_CODE / "forked_ray_command.py")
 LIMIT_S = 600.0  # for all that Ray does: it starts processes that take seconds each, on a machine that may be busy
 
 
@@ -92,9 +94,8 @@ class RayCluster:
 
     def deploy_by_command(self, *models: Path) -> str:
         """Deploy what `lmi-server ray deploy` makes of `models`; return what it printed."""
-        address = ("--host", "127.0.0.1", "--port", "0")
-        command = [sys.executable, "-m", "lmi_server", "ray", "deploy", *map(str, models), *address]
-        ran = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=LIMIT_S)
+        arguments = [COMMAND, "deploy", *map(str, models), "--host", "127.0.0.1", "--port", "0"]
+        ran = run_python(arguments, self.environment, "ray")
         assert ran.returncode == 0, ran.stderr
         self.http.base_url = ran.stdout.split()[-1]
         return ran.stdout
