@@ -73,7 +73,7 @@ class Search:
         Trials that were given up count with the throughput of their short run: an option that is wrong in all of them
         would seem to make no difference otherwise.
         """
-        with hide("sklearn"):  # another evaluator needs it: 1.2 s of a processor, with scipy.stats and pandas
+        with hide("sklearn"):  # another evaluator needs it: 1.2 s of a processor (benchmarks.command_starts)
             from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
         judged = optuna.create_study(direction="maximize")  # in memory
