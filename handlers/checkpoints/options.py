@@ -263,11 +263,9 @@ class TransformersEngine(EngineDescription[TransformersOptions]):
             " which compute one after the other; the KV cache of a layer is on its GPU"
         )
 
-    def checkpoint_problem(self, location: Path, config: Mapping[str, Any]) -> tuple[str, str] | None:
-        return self.options.checkpoint_problem(config) if config else None
-
-    def device_problem(self) -> tuple[str, str] | None:
-        return self.options.device_problem()
+    def checkpoint_problem(self, location: Path, config: Mapping[str, Any], on_gpus: bool) -> tuple[str, str] | None:
+        found = self.options.device_problem() if on_gpus else None
+        return found or (self.options.checkpoint_problem(config) if config and location.is_dir() else None)
 
     def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:
         declared = config.get("quantization_config")

@@ -200,8 +200,10 @@ class DeepSpeedEngine(EngineDescription[DeepSpeedOptions]):
         if not machine.gpus:
             yield "a GPU, which DeepSpeed's kernels need", _OF_KERNELS
 
-    def checkpoint_problem(self, location: Path, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    def checkpoint_problem(self, location: Path, config: Mapping[str, Any], on_gpus: bool) -> tuple[str, str] | None:
         if self.options.checkpoint is None or self.options.rolling_batch == "disable":  # the latter has its own error
+            return None
+        if not location.is_dir():
             return None
         manifest = location / self.options.checkpoint
         problem = manifest_problem(manifest, self.options.ranks or 1)

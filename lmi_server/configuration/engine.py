@@ -128,15 +128,12 @@ class EngineDescription(Generic[_AnyOptions]):
         """Yield what the configuration or `machine` lacks, and the keys, without "option.", that are useless then."""
         yield from ()
 
-    def checkpoint_problem(self, location: Path, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    def checkpoint_problem(self, location: Path, config: Mapping[str, Any], on_gpus: bool) -> tuple[str, str] | None:
         """Return a key in full whose value does not fit the files at `location`, and why; None if there is none.
 
-        `config` is the model's config.json, or empty.
+        `config` is the model's config.json, or empty; the location may be on another machine. `on_gpus`: workers have
+        GPUs.
         """
-        return None
-
-    def device_problem(self) -> tuple[str, str] | None:
-        """Return a key in full whose value does not fit a worker with GPUs, and why; None if there is none."""
         return None
 
     def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:

@@ -74,7 +74,6 @@ class ModelChecks:
             yield from self._no_index()
             yield from self._wrong_for_gguf()
             yield from self._wrong_for_files()
-            yield from self._wrong_for_gpus()
         if not wrong.keys() & {VERSION_KEY, REQUIREMENTS_KEY}:
             yield from self._wrong_environment()
         if self.spec.formats_text:
@@ -118,15 +117,10 @@ class ModelChecks:
 
     def _wrong_for_files(self) -> Iterator[str]:
         location = Path(self.checkpoint.location)
-        if location.is_dir():
-            found = describe_engine(self.spec, self.options).checkpoint_problem(location, self.checkpoint.config)
-            if found is not None and found[0] in self.merged.known:
-                yield f"{self.merged.known[found[0]].describe(found[0])} is not allowed; {found[1]}"
-
-    def _wrong_for_gpus(self) -> Iterator[str]:
         _, gpus = self.spec.devices(self.machine)
-        on_gpus = gpus and any(entry.strip() != "cpu" for entry in self.serving.load_on_devices.split(";"))
-        found = describe_engine(self.spec, self.options).device_problem() if on_gpus else None
+        on_gpus = bool(gpus) and any(entry.strip() != "cpu" for entry in self.serving.load_on_devices.split(";"))
+        engine = describe_engine(self.spec, self.options)
+        found = engine.checkpoint_problem(location, self.checkpoint.config, on_gpus)
         if found is not None and found[0] in self.merged.known:
             yield f"{self.merged.known[found[0]].describe(found[0])} is not allowed; {found[1]}"
 
