@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -172,14 +173,14 @@ def test_the_end_waits_for_a_reader_that_is_slow() -> None:
 
 
 @contextlib.contextmanager
-def slow_reader(reading: int, ending: bytes) -> Iterator[bytearray]:
-    """Yield what is read, 16 KiB in each thirtieth of a second; at the end it has been read up to `ending`."""
+def slow_reader(reading: int, ending: bytes, part: int = 1 << 14, every_s: float = 0.03) -> Iterator[bytearray]:
+    """Yield what is read, `part` bytes every `every_s` seconds; at the end it has been read up to `ending`."""
     data = bytearray()
 
     def read() -> None:
         while ending not in data[-1000:]:
-            data.extend(os.read(reading, 1 << 14))
-            time.sleep(0.03)
+            data.extend(os.read(reading, part))
+            time.sleep(every_s)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -195,6 +196,15 @@ def test_the_end_waits_for_a_slow_reader_of_one_long_record() -> None:
         logger.handle(WrittenLines("test", b"%b the end\n" % (b"x" * 900_000)))
         log.close(1)  # the record takes longer
         assert len(data) > 900_000 - PIPE
+
+
+def test_the_end_waits_for_a_reader_that_takes_a_page_at_a_time() -> None:
+    with background_log(8 << 20) as (log, logger, reading):
+        fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 1 << 12)
+        logger.handle(WrittenLines("test", b"%b the end\n" % (b"x" * 40_000)))
+        with slow_reader(reading, b"the end\n", 1 << 12, 0.25) as data:
+            log.close(0.75)  # four pages take longer
+            assert len(data) > 40_000 - (1 << 13)
 
 
 def test_the_end_waits_for_a_slow_reader_of_a_log_that_is_full() -> None:
