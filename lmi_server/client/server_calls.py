@@ -63,12 +63,12 @@ class ServerCalls:
             return cast(HTTPResponse, urlopen(request, timeout=timeout_s))  # nosec B310
         except HTTPError as error:
             with error:
-                message = error_message(error.read()) or f"{self.url}{path}: {error}"
+                message = error_message(self._read(error)) or f"{self.url}{path}: {error}"
                 raise ConfigurationError(f"{message}{remedy(error)}") from error
         except (OSError, HTTPException) as error:
             raise self._unreachable(error) from error
 
-    def _read(self, answer: HTTPResponse) -> bytes:
+    def _read(self, answer: HTTPResponse | HTTPError) -> bytes:
         try:
             return answer.read()
         except (OSError, HTTPException) as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +162,29 @@ def test_a_tokenizer_beside_the_file_takes_the_place_of_its_own(tmp_path: Path) 
 def test_a_whole_file_has_no_fault(tmp_path: Path, architecture: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", architecture)
     assert read_gguf(path).fault(path) is None
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused_without_opening_it(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "m.gguf")
+    with pytest.raises(ConfigurationError, match=r"m\.gguf: is no file; put a model in GGUF there"):
+        inspected(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "config.json"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / name
+    path.touch()
+    real_open = Path.open
+
+    def open_for_another_user(self: Path, *arguments: Any, **named: Any) -> Any:
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real_open(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", open_for_another_user)
+    with pytest.raises(ConfigurationError, match=rf"{re.escape(name)}: cannot be read: Permission denied"):
+        inspected(tmp_path)
 
 
 @pytest.mark.parametrize("model_id", ["s3://bucket/m.gguf", "owner/name.gguf"])

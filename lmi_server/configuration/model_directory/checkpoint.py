@@ -101,17 +101,17 @@ def read_config(location: str) -> Mapping[str, Any]:
 
     Raises ConfigurationError if it is not a JSON object.
     """
-    if is_gguf(location) and is_pointer(Path(location)):
-        raise ConfigurationError(f"{location}: {IS_POINTER}")
-    if is_gguf(location):
-        return read_gguf(Path(location)).config()
-    path = Path(location) / "config.json"
-    if not path.is_absolute() or not path.is_file():
+    path = Path(location) if is_gguf(location) else Path(location) / "config.json"
+    if not path.is_absolute() or not (path.is_file() or is_gguf(location)):
         return {}
-    if is_pointer(path):
-        raise ConfigurationError(f"{path}: {IS_POINTER}")
     try:
+        if path.is_file() and is_pointer(path):
+            raise ConfigurationError(f"{path}: {IS_POINTER}")
+        if is_gguf(location):
+            return read_gguf(path).config()
         config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: is not valid JSON: {error}") from error
     if not isinstance(config, dict):

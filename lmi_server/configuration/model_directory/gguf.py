@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -152,6 +153,8 @@ def read_gguf(path: Path) -> GgufHeader:
     """Read the header of the file. Raises ConfigurationError if it cannot be read."""
     try:
         state = path.stat()
+        if not stat.S_ISREG(state.st_mode):  # opening a named pipe waits for its writer
+            raise ConfigurationError(f"{path}: is no file; put a model in GGUF there, or take it away")
         return _read(path, state.st_size, state.st_mtime_ns)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
