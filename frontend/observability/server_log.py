@@ -36,8 +36,8 @@ _CLOSE_LIMITS = 15  # of these times, for a reader that goes on
 _KEPT_LINES = 500
 _LONGEST_KEPT = 4096  # characters
 _MAX_WRITTEN_TOGETHER = 1024  # texts: writev(2) takes no more
-# Bytes, a page of a pipe: a blocking write returns when a reader has taken all of it, and the end of the log waits while
-# one returns in time. Larger pieces save a millisecond for each megabyte.
+# Bytes, a page of a pipe: a blocking write returns when a reader has taken all of it, and the end of the log waits as
+# long as some do. Larger pieces save a millisecond of a megabyte.
 _PIECE = 4 << 10
 _DELETE = b"\x7f"  # the one control character that JSON leaves as it is and that is ASCII
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +93,24 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, url: str, message: st
     found = run_command("top", url, env=dict(os.environ), cwd=tmp_path)
     assert (found.returncode, found.stdout, found.stderr.count("\n")) == (1, "", 1)
     assert message in found.stderr
+
+
+def test_a_refusal_that_is_cut_is_said_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 500 No\r\ncontent-length: 9\r\n\r\ncut")
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        found = run_command("top", url, env=dict(os.environ), cwd=tmp_path)
+        answering.join()
+    assert (found.returncode, found.stdout, found.stderr.count("\n")) == (1, "", 1)
+    assert f"{url} does not answer: IncompleteRead" in found.stderr
 
 
 def test_a_server_that_wants_a_key_has_the_flag_named(tmp_path: Path) -> None:
