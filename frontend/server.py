@@ -117,6 +117,9 @@ def _run(
     try:
         server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, access, log)
         code = uvloop.run(server.serve())
+        # The end of the log may wait for its reader. The loop, which took signals, is gone and has left their handlers.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: os._exit(1))
         server.note_end()
         return code
     finally:
@@ -302,7 +305,7 @@ class _Server:
             self._models.kill()
             self._orphans.end()
             self._write_reports()
-            self._log.close()
+            self._log.close(_LOG_CLOSE_S)
             os._exit(1)
 
 

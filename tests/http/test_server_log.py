@@ -69,6 +69,16 @@ def test_a_log_that_nobody_reads_holds_nobody_up(unread: UnreadServer) -> None:
     assert unread.process.wait(30) == 0
 
 
+def test_a_second_signal_ends_the_wait_for_a_slow_reader(unread: UnreadServer) -> None:
+    assert unread.http.post("/invocations", json=request("print")).status_code == 200
+    with slow_reader(unread.log.fileno(), b"\0", 1 << 12, 0.1):
+        unread.process.terminate()
+        time.sleep(1)
+        assert unread.process.poll() is None
+        unread.process.terminate()
+        assert unread.process.wait(60) == 1
+
+
 def test_nothing_is_lost_once_somebody_reads_again(unread: UnreadServer) -> None:
     assert unread.http.post("/invocations", json=request("print")).status_code == 200
     assert unread.http.get("/ping").status_code == 200
@@ -174,12 +184,12 @@ def test_the_end_waits_for_a_reader_that_is_slow() -> None:
 
 @contextlib.contextmanager
 def slow_reader(reading: int, ending: bytes, part: int = 1 << 14, every_s: float = 0.03) -> Iterator[bytearray]:
-    """Yield what is read, `part` bytes every `every_s` seconds; at the end it has been read up to `ending`."""
+    """Yield what is read, `part` bytes every `every_s` seconds; at the end it is read up to `ending` or its own end."""
     data = bytearray()
 
     def read() -> None:
-        while ending not in data[-1000:]:
-            data.extend(os.read(reading, part))
+        while ending not in data[-1000:] and (found := os.read(reading, part)):
+            data.extend(found)
             time.sleep(every_s)
 
     reader = threading.Thread(target=read)
