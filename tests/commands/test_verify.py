@@ -102,6 +102,26 @@ def test_what_is_no_answer_is_a_failure_of_one_prompt(answered: bytes) -> None:
         assert side.ask(Prompt("a b"), 4, 60).error
 
 
+def test_an_answer_that_comes_byte_by_byte_is_none_within_the_timeout() -> None:
+    asked = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def drip() -> None:
+            with listener.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
+                for _ in range(100):
+                    connection.sendall(b" ")
+                    if asked.wait(0.1):
+                        return
+
+        threads.submit(drip)
+        side = Side("old", ServerCalls(f"http://127.0.0.1:{listener.getsockname()[1]}", {}), "m")
+        found = side.ask(Prompt("a b"), 4, 2)
+        asked.set()
+    assert (found.is_missing, found.error) == (True, f"{side.server.url} does not answer: timed out")
+
+
 def test_a_server_that_does_not_answer_ends_the_comparison_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
