@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoTokenizer, modeling_gguf_pytorch_utils
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.logging import set_tqdm_hook
 
 from handlers.checkpoints.blocks.gguf_weights import keep_stored
@@ -292,7 +292,7 @@ def sampling_defaults(model: Any) -> dict[str, float]:
 def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
     """Call `loader.from_pretrained`. Raises ModelLoadError with the cause, and the damaged file if there is one."""
     try:
-        with _weights_counted():
+        with _weights_counted(), _unpacking_counted() if "gguf_file" in arguments else nullcontext():
             return loader.from_pretrained(path, **arguments)
     except SafetensorError as error:
         damaged = ", ".join(_damaged_weights(Path(path))) or path
@@ -311,18 +311,29 @@ def from_pretrained(loader: Any, path: str, **arguments: Any) -> Any:
 
 @contextmanager
 def _weights_counted() -> Iterator[None]:
-    """Report how many weights transformers has loaded, or unpacked of GGUF, in place of the bars that it draws."""
+    """Report how many weights transformers has loaded, in place of the bar that it draws on stderr."""
 
     def count(bar: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return _counted("loading weights", *given) if named.get("desc") == _WEIGHTS else bar(*given, **named)
 
-    before, bar_of_gguf = set_tqdm_hook(count), modeling_gguf_pytorch_utils.tqdm
-    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: _counted("unpacking weights", tensors)  # it asks no hook
+    before = set_tqdm_hook(count)
     try:
         yield
     finally:
-        modeling_gguf_pytorch_utils.tqdm = bar_of_gguf
         set_tqdm_hook(before)
+
+
+@contextmanager
+def _unpacking_counted() -> Iterator[None]:
+    """Report how many tensors of GGUF transformers has unpacked. Its bar for them asks no hook."""
+    from transformers import modeling_gguf_pytorch_utils  # other models load without it
+
+    bar = modeling_gguf_pytorch_utils.tqdm
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: _counted("unpacking weights", tensors)
+    try:
+        yield
+    finally:
+        modeling_gguf_pytorch_utils.tqdm = bar
 
 
 def _counted(what: str, weights: Collection[_T]) -> Iterator[_T]:
