@@ -87,7 +87,7 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 # and unit tests take the moments that it leaves, and both cores when it has ended.
 IMPORTING_TORCH := tests/engines tests/gpu
 BESIDE := nice -n 5
-FILLING := nice -n 10
+FILLING := nice -n 6
 check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (three minutes)
 	@{ $(FILLING) sh -c '$(LINT)'; } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" $(IMPORTING_TORCH) > $(VENV)/engines.log 2>&1 & engines=$$!; \
