@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import ssl
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, IncompleteRead
 from typing import Annotated, Any, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -16,10 +18,12 @@ from urllib.request import Request, urlopen
 import typer
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import shorten
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 Headers = Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")]
 """The option --header of commands."""
+_PART, _MAX_BYTES = 1 << 16, 1 << 26  # of an answer
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
 
 
@@ -42,8 +46,7 @@ class ServerCalls:
 
     def json(self, method: str, path: str, timeout_s: float | None) -> Any:
         """Return what the server answers, as JSON, within `timeout_s`; None waits for as long as it takes."""
-        with self.open(method, path, timeout_s) as answer:
-            data = self._read(answer)
+        data = self.data(method, path, timeout_s)
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -51,32 +54,54 @@ class ServerCalls:
 
     def text(self, path: str, timeout_s: float) -> str:
         """Return the text at `path`."""
-        with self.open("GET", path, timeout_s) as answer:
-            return self._read(answer).decode("utf-8", "replace")
+        return self.data("GET", path, timeout_s).decode("utf-8", "replace")
+
+    def data(self, method: str, path: str, timeout_s: float | None, body: Any = None) -> bytes:
+        """Return the whole answer, of at most 64 MiB; see `json` and `open`."""
+        end = _end(timeout_s)
+        with self.open(method, path, timeout_s, body) as answer:
+            return self._read(answer, end)
 
     def open(self, method: str, path: str, timeout_s: float | None, body: Any = None) -> HTTPResponse:
         """Return the answer, which is still to be read; `body` is sent as JSON, if there is one."""
         data = None if body is None else json.dumps(body).encode()
         headers = {**self._headers, **({} if data is None else {"content-type": "application/json"})}
         request = Request(f"{self.url}{path}", data, headers, method=method)
+        end = _end(timeout_s)
         try:
             return cast(HTTPResponse, urlopen(request, timeout=timeout_s))  # nosec B310
         except HTTPError as error:
             with error:
-                message = error_message(self._read(error)) or f"{self.url}{path}: {error}"
+                message = error_message(self._read(error, end)) or f"{self.url}{path}: {error}"
                 raise ConfigurationError(f"{message}{remedy(error)}") from error
         except (OSError, HTTPException) as error:
-            raise self._unreachable(error) from error
+            raise UnreachableError(self._failure(error)) from error
 
-    def _read(self, answer: HTTPResponse | HTTPError) -> bytes:
+    def _read(self, answer: HTTPResponse | HTTPError, end: float) -> bytes:
+        """Return what comes until `end`: the timeout of the connection begins again with each byte."""
+        data, length = bytearray(), answer.length
         try:
-            return answer.read()
+            while part := answer.read1(_PART):
+                data += part
+                if time.monotonic() > end:
+                    raise TimeoutError("timed out")
+                if len(data) > _MAX_BYTES:
+                    raise ConfigurationError(f"{self.url} answers with more than {_MAX_BYTES} bytes; is it lmi-server?")
+            if length is not None and len(data) < length:
+                raise IncompleteRead(bytes(data), length - len(data))
+        except TimeoutError as error:
+            raise UnreachableError(self._failure(error)) from error
         except (OSError, HTTPException) as error:
-            raise self._unreachable(error) from error
+            raise ConfigurationError(self._failure(error)) from error
+        return bytes(data)
 
-    def _unreachable(self, error: Exception) -> UnreachableError:
+    def _failure(self, error: Exception) -> str:
         reason = error.reason if isinstance(error, URLError) else error
-        return UnreachableError(f"{self.url} does not answer: {reason}")
+        return f"{self.url} does not answer: {reason}"
+
+
+def _end(timeout_s: float | None) -> float:
+    return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
 def address(url: str) -> tuple[str, int, str, ssl.SSLContext | None]:
@@ -108,7 +133,7 @@ def error_message(body: bytes) -> str:
         text = str(found["message"] if "message" in found else found["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
         text = body.decode("utf-8", "replace")
-    return re.sub(r"\s+", " ", text).strip()
+    return shorten(re.sub(r"\s+", " ", text).strip())
 
 
 def remedy(error: Exception) -> str:

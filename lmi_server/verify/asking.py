@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlencode
 
@@ -16,7 +15,6 @@ from lmi_server.client.server_calls import ServerCalls, UnreachableError
 from lmi_server.contract.errors import ConfigurationError
 
 _TOP = 5  # tokens at each place whose log-probabilities are asked for
-_PART, _MAX_BYTES = 1 << 16, 1 << 26  # of an answer
 
 _NO_ANSWER = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
@@ -60,8 +58,7 @@ class Side:
         path = f"/v1/{'chat/completions' if is_chat else 'completions'}{query}"
         began = time.perf_counter()
         try:
-            with self.server.open("POST", path, timeout_s, self._body(prompt, output_tokens)) as response:
-                data = _read(response, began + timeout_s)
+            data = self.server.data("POST", path, timeout_s, self._body(prompt, output_tokens))
             seconds = time.perf_counter() - began
             choice = json.loads(data)["choices"][0]
             text = choice["message"].get("content") or "" if is_chat else choice["text"]
@@ -70,9 +67,7 @@ class Side:
             return Answer(error=error.message, is_missing=True)
         except ConfigurationError as error:
             return Answer(error=error.message)
-        except TimeoutError:
-            return Answer(error=f"{self.server.url} does not answer: timed out", is_missing=True)
-        except (OSError, HTTPException, *_NO_ANSWER) as error:
+        except _NO_ANSWER as error:
             return Answer(error=f"the answer cannot be read: {error!r}"[:300])
 
     def _body(self, prompt: Prompt, output_tokens: int) -> dict[str, Any]:
@@ -81,18 +76,6 @@ class Side:
         if prompt.messages:
             return {**body, "messages": prompt.chat, "logprobs": True, "top_logprobs": _TOP}
         return {**body, "prompt": prompt.text, "logprobs": _TOP}
-
-
-def _read(response: HTTPResponse, end: float) -> bytes:
-    """Return the whole answer. Raises TimeoutError: the timeout of a socket begins again with each byte that comes."""
-    data = bytearray()
-    while part := response.read1(_PART):
-        data += part
-        if time.perf_counter() > end:
-            raise TimeoutError
-        if len(data) > _MAX_BYTES:
-            raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-    return bytes(data)
 
 
 def scored_tokens(found: Mapping[str, Any]) -> Iterator[ScoredToken]:

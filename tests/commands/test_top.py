@@ -95,14 +95,15 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, url: str, message: st
     assert message in found.stderr
 
 
-def test_a_refusal_that_is_cut_is_said_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", ["500 No", "200 OK"])
+def test_an_answer_that_is_cut_is_said_in_one_line(tmp_path: Path, status: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             connection, _ = listener.accept()
             with connection:
                 connection.recv(1 << 16)
-                connection.sendall(b"HTTP/1.1 500 No\r\ncontent-length: 9\r\n\r\ncut")
+                connection.sendall(f"HTTP/1.1 {status}\r\ncontent-length: 9\r\n\r\n{{}}".encode())
 
         answering = threading.Thread(target=answer)
         answering.start()
