@@ -83,15 +83,13 @@ test-unit: $(SETUP) ## Run the tests that start no server and load no model (hal
 # of engines and GPUs, so that the others need not import torch and transformers; one runs those that compute without
 # waiting. The others wait for most of their time, so six processes share them, longest files first.
 #
-# The process of engines takes longest, so it has a core to itself. What waits goes before what only computes: linters
-# and unit tests take the moments that it leaves, and both cores when it has ended.
+# The process of engines computes all the time, so it has a core to itself and the others are nice to it.
 IMPORTING_TORCH := tests/engines tests/gpu
 BESIDE := nice -n 5
-FILLING := nice -n 6
-check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (three minutes)
-	@{ $(FILLING) sh -c '$(LINT)'; } > $(VENV)/lint.log 2>&1 & linting=$$!; \
+check: $(SETUP) ## Run ruff, mypy and the tests that are not slow (two minutes)
+	@{ $(BESIDE) sh -c '$(LINT)'; } > $(VENV)/lint.log 2>&1 & linting=$$!; \
 	GOMP_SPINCOUNT=0 $(BIN)/python -m pytest -m "not slow" $(IMPORTING_TORCH) > $(VENV)/engines.log 2>&1 & engines=$$!; \
-	$(FILLING) $(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
+	$(BESIDE) $(BIN)/python -m pytest -m "not slow" $(UNITS) > $(VENV)/units.log 2>&1 & units=$$!; \
 	$(BESIDE) $(PYTEST) -n 6 -m "not slow" $(addprefix --ignore=,$(IMPORTING_TORCH) $(UNITS)); failed=$$?; \
 	for process in $$engines $$units $$linting; do wait $$process || failed=1; done; \
 	cat $(addprefix $(VENV)/,engines.log units.log lint.log); exit $$failed

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
-import schedule
 import shared_certificates
 from paths import BUILT_MODELS, ROOT, TESTS
 from process_log import last_lines
+from schedule import FilesTogether, longest_first
 
 from lmi_server.commands.demo_model import build_demo_model
 from lmi_server.contract.handler import RequestHandler
@@ -138,7 +138,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0])
     if hasattr(config, "workerinput"):  # one of several processes
-        schedule.sort(items)
+        items.sort(key=longest_first)
 
 
 def pytest_collection_finish() -> None:
@@ -148,8 +148,8 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> schedule.FilesTogether | None:
-    return schedule.FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 _STARTED = pytest.StashKey[float]()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -66,14 +64,16 @@ LONGEST = (
     "hosting/",
     "artifacts/",
     "packaging/",
-    "fuzz/",
+    "engines/rolling_batch/",
+    "engines/tasks/",
     "http/test_limits",
     "worker/test_pool",
+    "commands/",
+    "fuzz/",
+    "engines/",
+    "http/",
+    "worker/",
 )
-# Then files that wait for half of their time and more, for servers and their pauses, beside files that compute all the
-# time: together they keep all cores busy. What takes little time is left for the end.
-WAITING = ("http/", "worker/", "commands/")
-COMPUTING = ("engines/", "gpu/")
 
 
 class FilesTogether(LoadFileScheduling):
@@ -85,29 +85,9 @@ class FilesTogether(LoadFileScheduling):
         return AS_ONE_FILE.get(file, file)
 
 
-def place_of_each_file(names: Iterable[str]) -> dict[str, float]:
-    """Return where each file comes in the order in which files start, which is a number, by its name below tests/."""
-    places: dict[str, float] = {}
-    side_by_side: dict[tuple[str, ...], list[str]] = {WAITING: [], COMPUTING: []}
-    for name in names:
-        starts = (place for place, start in enumerate(LONGEST) if name.startswith(start))
-        places[name] = next(starts, len(LONGEST) + 1)
-        if places[name] > len(LONGEST):
-            for kind, files in side_by_side.items():
-                if name.startswith(kind):
-                    files.append(name)
-    for files in side_by_side.values():
-        places |= {name: len(LONGEST) + number / len(files) for number, name in enumerate(files)}
-    return places
-
-
-def sort(items: list[pytest.Item]) -> None:
-    """Sort tests by the order in which their files start; tests of one file keep their order."""
-    names = [_name_of(item) for item in items]
-    places = place_of_each_file(dict.fromkeys(names))
-    items.sort(key=lambda item: places[_name_of(item)])
-
-
-def _name_of(item: pytest.Item) -> str:
+def longest_first(item: pytest.Item) -> int:
+    """Return the place of a test in the order in which files start; files of one place keep their order."""
     file = item.nodeid.partition("::")[0]
-    return AS_ONE_FILE.get(file, file).removeprefix("tests/")
+    name = AS_ONE_FILE.get(file, file).removeprefix("tests/")
+    places = (place for place, start in enumerate(LONGEST) if name.startswith(start))
+    return next(places, len(LONGEST))

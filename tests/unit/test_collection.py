@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from paths import ROOT, TESTS
-from schedule import AS_ONE_FILE, COMPUTING, LONGEST, WAITING
+from schedule import AS_ONE_FILE, LONGEST
 
 FAST = ("unit", "configuration", "dialects", "artifacts", "commands", "worker", "http", "packaging")
 SLOW_TO_IMPORT = {
@@ -51,7 +51,7 @@ def test_modules_of_fast_tests_import_no_engine() -> None:
 
 def test_the_schedule_names_files_that_exist() -> None:
     assert [file for pair in AS_ONE_FILE.items() for file in pair if not (ROOT / file).is_file()] == []
-    assert [start for start in (*LONGEST, *WAITING, *COMPUTING) if not list(TESTS.glob(f"{start}*"))] == []
+    assert [start for start in LONGEST if not list(TESTS.glob(f"{start}*"))] == []
 
 
 @pytest.mark.parametrize("libraries", ["transformers", "vllm"])
