@@ -141,6 +141,12 @@ def test_files_that_are_cut(tmp_path: Path) -> None:
         ),
         ({"tokenizer": "gpt2"}, "tokenizer.ggml.pre =  is not known; put the tokenizer.json of the original model"),
         ({"without": ["tokens"]}, "has no tokenizer.ggml.tokens; put the tokenizer.json of the original model beside"),
+        (
+            {"scores": 0},
+            "has no tokenizer.ggml.merges and no tokenizer.ggml.scores; put the tokenizer.json of the original model",
+        ),
+        ({"scores": 0, "tokenizer": "t5", "merges": True}, "has no tokenizer.ggml.scores; put the tokenizer.json of"),
+        ({"scores": 2}, "has 3 tokenizer.ggml.tokens and 2 tokenizer.ggml.scores; put the tokenizer.json of"),
     ],
 )
 def test_what_a_header_lacks_or_contradicts_is_a_fault_of_the_file(
@@ -156,6 +162,21 @@ def test_a_tokenizer_beside_the_file_takes_the_place_of_its_own(tmp_path: Path) 
     write_gguf(tmp_path / "m.gguf", tokenizer="bert", without=["tokens"])
     (tmp_path / "tokenizer.json").write_text("{}")
     assert not [line for line in explain(inspected(tmp_path)).files if "ggml" in line]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scores": 3},
+        {"scores": 0, "merges": True},
+        {"scores": 0, "architecture": "gemma2"},
+        {"scores": 3, "tokenizer": "t5"},
+        {"scores": 0, "merges": True, "tokenizer": "gemma4"},
+    ],
+)
+def test_a_tokenizer_that_the_file_has_whole_is_read(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", **changes)
+    assert read_gguf(path).fault(path) is None
 
 
 @pytest.mark.parametrize("architecture", ["qwen2moe", "qwen3", "stablelm", "gemma2"])

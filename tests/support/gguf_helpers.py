@@ -30,12 +30,14 @@ def write_gguf(
     without: Collection[str] = (),
     shapes: Mapping[str, Sequence[int]] = {},
     tokenizer: str = "llama",
+    scores: int = 3,
+    merges: bool = False,
     **strings: str,
 ) -> Path:
     """Write a model of this architecture with three tokens, whose weights are zeros.
 
     It lacks the keys and tensors `without`. Tensors have other `shapes` (outputs first), by name, or by the name in
-    each layer. `strings` are further values.
+    each layer. `scores`: how many tokens have one. `strings` are further values.
     """
     import numpy as np
     from gguf import GGUFWriter
@@ -46,7 +48,11 @@ def write_gguf(
             writer.add_uint32(f"{architecture}.{name}", size)
     writer.add_tokenizer_model(tokenizer)
     if "tokens" not in without:
-        writer.add_token_list(["a", "b", "c"])
+        writer.add_token_list(["a", "b", "ab"])
+    if scores:
+        writer.add_token_scores([-float(number) for number in range(scores)])
+    if merges:
+        writer.add_token_merges(["a b"])
     for name, text in strings.items():
         writer.add_string(f"{architecture}.{name.replace('__', '.')}", text)
     for name, shape in _TENSORS.items():

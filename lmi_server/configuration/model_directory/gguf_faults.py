@@ -17,6 +17,9 @@ TOKENIZERS = ("gemma4", "gpt2", "llama", "t5")
 SPLITS = ("gpt-2", "llama-bpe", "qwen2", "smollm", "starcoder")
 """The names of ways to split a text, before the tokenizer `gpt2` merges."""
 
+_ORDERED_TOKENS = ("gemma", "gemma2", "gemma3")
+"""Architectures whose files list tokens of the kind `llama` in the order in which they merge."""
+
 _AGAIN = "the file is damaged, fetch it again"
 _BESIDE = "put the tokenizer.json of the original model beside the file"
 _SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
@@ -82,6 +85,22 @@ def tokenizer_fault(values: Mapping[str, Any]) -> str | None:
         return f"has no tokenizer.ggml.tokens; {_BESIDE}"
     if kind == "gpt2" and split not in SPLITS:
         return f"tokenizer.ggml.pre = {excerpt(split)} is not known; {_BESIDE}"
+    return _order_fault(kind, values)
+
+
+def _order_fault(kind: str, values: Mapping[str, Any]) -> str | None:
+    """Return why the file does not say which tokens a text is divided into first; None if it says so."""
+    is_unigram = kind == "t5"
+    if kind == "llama" and values.get("general.architecture") in _ORDERED_TOKENS:
+        return None
+    if not is_unigram and "tokenizer.ggml.merges" in values:
+        return None
+    tokens, scores = values["tokenizer.ggml.tokens"], values.get("tokenizer.ggml.scores")
+    if scores is None:
+        return f"has no {'' if is_unigram else 'tokenizer.ggml.merges and no '}tokenizer.ggml.scores; {_BESIDE}"
+    if scores != tokens:
+        numbers = f"{excerpt(str(tokens))} tokenizer.ggml.tokens and {excerpt(str(scores))} tokenizer.ggml.scores"
+        return f"has {numbers}; {_BESIDE}"
     return None
 
 

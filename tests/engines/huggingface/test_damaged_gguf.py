@@ -43,6 +43,7 @@ def test_sizes_that_the_tensors_have_not_are_refused_before_anything_is_allocate
         ({"without": ["blk.1.attn_v.weight"]}, "has no tensor blk.1.attn_v.weight; the file is damaged"),
         ({"without": ["context_length"]}, "has no key llama.context_length, without which"),
         ({"tokenizer": "bert"}, "tokenizer.ggml.model = bert is not read from GGUF"),
+        ({"scores": 0}, "has no tokenizer.ggml.merges and no tokenizer.ggml.scores"),
     ],
 )
 def test_faults_of_the_header_are_refused_before_the_weights_are_read(
