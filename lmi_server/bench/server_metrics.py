@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
+from lmi_server.client.bounded_requests import open_within, read_whole
 from lmi_server.client.server_calls import increase, samples_in
 
 _BUCKET = "_bucket{"
@@ -124,8 +125,8 @@ def fetch(url: str, headers: Mapping[str, str]) -> Reading:
 def fetch_text(url: str, headers: Mapping[str, str]) -> str:
     """Return the text at a URL. Raises OSError if it cannot be read, ValueError if the answer is not text."""
     try:
-        with urlopen(Request(url, headers=dict(headers)), timeout=_LIMIT_S) as answer:  # nosec B310
-            return bytes(answer.read()).decode()
+        with open_within(_LIMIT_S, Request(url, headers=dict(headers))) as answer:
+            return read_whole(answer).decode()
     except HTTPException as error:  # what is there does not speak HTTP
         raise ConnectionError(str(error)) from error
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import ssl
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
-from http.client import HTTPException, HTTPResponse, IncompleteRead
-from typing import Annotated, Any, cast
+from http.client import HTTPException, HTTPResponse
+from typing import Annotated, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 import typer
 
+from lmi_server.client.bounded_requests import TooLargeAnswerError, open_within, read_whole
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.texts.quoting import shorten
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 Headers = Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")]
 """The option --header of commands."""
-_PART, _MAX_BYTES = 1 << 16, 1 << 26  # of an answer
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
 
 
@@ -58,50 +56,36 @@ class ServerCalls:
 
     def data(self, method: str, path: str, timeout_s: float | None, body: Any = None) -> bytes:
         """Return the whole answer, of at most 64 MiB; see `json` and `open`."""
-        end = _end(timeout_s)
         with self.open(method, path, timeout_s, body) as answer:
-            return self._read(answer, end)
+            return self._read(answer)
 
     def open(self, method: str, path: str, timeout_s: float | None, body: Any = None) -> HTTPResponse:
         """Return the answer, which is still to be read; `body` is sent as JSON, if there is one."""
         data = None if body is None else json.dumps(body).encode()
         headers = {**self._headers, **({} if data is None else {"content-type": "application/json"})}
         request = Request(f"{self.url}{path}", data, headers, method=method)
-        end = _end(timeout_s)
         try:
-            return cast(HTTPResponse, urlopen(request, timeout=timeout_s))  # nosec B310
+            return open_within(timeout_s, request)
         except HTTPError as error:
             with error:
-                message = error_message(self._read(error, end)) or f"{self.url}{path}: {error}"
+                message = error_message(self._read(error)) or f"{self.url}{path}: {error}"
                 raise ConfigurationError(f"{message}{remedy(error)}") from error
         except (OSError, HTTPException) as error:
             raise UnreachableError(self._failure(error)) from error
 
-    def _read(self, answer: HTTPResponse | HTTPError, end: float) -> bytes:
-        """Return what comes until `end`: the timeout of the connection begins again with each byte."""
-        data, length = bytearray(), answer.length
+    def _read(self, answer: HTTPResponse | HTTPError) -> bytes:
         try:
-            while part := answer.read1(_PART):
-                data += part
-                if time.monotonic() > end:
-                    raise TimeoutError("timed out")
-                if len(data) > _MAX_BYTES:
-                    raise ConfigurationError(f"{self.url} answers with more than {_MAX_BYTES} bytes; is it lmi-server?")
-            if length is not None and len(data) < length:
-                raise IncompleteRead(bytes(data), length - len(data))
+            return read_whole(answer)
         except TimeoutError as error:
             raise UnreachableError(self._failure(error)) from error
+        except TooLargeAnswerError as error:
+            raise ConfigurationError(f"{self.url} {error}; is it lmi-server?") from error
         except (OSError, HTTPException) as error:
             raise ConfigurationError(self._failure(error)) from error
-        return bytes(data)
 
     def _failure(self, error: Exception) -> str:
         reason = error.reason if isinstance(error, URLError) else error
         return f"{self.url} does not answer: {reason}"
-
-
-def _end(timeout_s: float | None) -> float:
-    return math.inf if timeout_s is None else time.monotonic() + timeout_s
 
 
 def address(url: str) -> tuple[str, int, str, ssl.SSLContext | None]:
