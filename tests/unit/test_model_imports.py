@@ -6,7 +6,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -99,6 +99,30 @@ def test_the_loss_of_object_detection_finds_scipy_when_it_needs_it() -> None:
         assert module.is_scipy_available()
         rows, columns = module.linear_sum_assignment([[2.0, 1.0], [1.0, 2.0]])
         assert (rows.tolist(), columns.tolist()) == ([0, 1], [1, 0])
+
+
+@pytest.mark.slow
+def test_bitsandbytes_compiles_when_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    asked: list[dict[str, object]] = []
+
+    def compile_recorded(function: Callable[..., object], **options: object) -> Callable[..., object]:
+        asked.append(options)
+        return function
+
+    name = "bitsandbytes.backends.default.ops"
+    spec = importlib.util.find_spec(name)
+    monkeypatch.setattr(torch, "compile", compile_recorded)
+    monkeypatch.setattr(sys.modules["bitsandbytes._ops"], "register_kernel", lambda *_: lambda function: function)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (torch.compile, asked) == (compile_recorded, [])
+    packed, code = torch.arange(8, dtype=torch.uint8), torch.arange(256, dtype=torch.float32)
+    for _ in range(2):
+        found = module._dequantize_blockwise_compute(packed, torch.tensor([2.0, 3.0]), code, 4, torch.float32)
+        assert found.tolist() == [0, 2, 4, 6, 12, 15, 18, 21]
+    assert asked == [{"dynamic": False}]
 
 
 def test_the_installed_packages_are_those_that_python_finds() -> None:
