@@ -7,7 +7,7 @@ An engine that generates text has an `LLMHandler`. Anything else is a `RequestHa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -53,7 +53,7 @@ class DeltaReceiver(Protocol):
         """Take a delta; return whether the next one may come at once. Raises what the code of a format raises."""
         ...
 
-    async def ready(self) -> None:
+    def ready(self) -> Awaitable[None]:
         """Give other requests their turn, then wait until the next delta may come."""
         ...
 

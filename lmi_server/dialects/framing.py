@@ -16,8 +16,11 @@ _LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\
 def encode_line(value: Any) -> bytes:
     """Return `value` as JSON on one line, whatever a client takes for a line end."""
     data = encode(value)
-    if data.isascii():  # most tokens; the check costs less than three searches
-        return data
+    return data if data.isascii() else on_one_line(data)  # most tokens are; the check costs less than three searches
+
+
+def on_one_line(data: bytes) -> bytes:
+    """Return JSON with escapes in place of what a client may take for a line end."""
     for raw, escaped in _LINE_ENDS:
         data = data.replace(raw, escaped)
     return data

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from lmi_server.contract.errors import LmiServerError
 from lmi_server.contract.generation import Delta, GenerationRequest, Token, Usage
 from lmi_server.dialects.base import Exchange
-from lmi_server.dialects.framing import Framing, encode, encode_line
+from lmi_server.dialects.framing import Framing, encode, on_one_line
 from lmi_server.dialects.lmi.objects import (
     AnyToken,
     AsyncAnswer,
@@ -86,13 +86,14 @@ class CollectedSequence:
         self.count = 0
         self.end: Delta | None = None
         self._texts: list[str] = []
+        self._keeps_alternatives = options.top_n > 0
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self.count += len(delta.tokens)
         if self.prompt is None:
             self.prompt = delta.prompt_text
-        if self.options.top_n:
+        if self._keeps_alternatives:
             self.with_alternatives += delta.tokens
         if delta.prompt_tokens is not None:
             self.prompt_tokens = delta.prompt_tokens
@@ -256,6 +257,8 @@ class LinesExchange(LmiExchange):
         super().__init__(parsed)
         self.content_type = framing.content_type
         self._framing = framing
+        # Attributes of this object are read in less time than those of structs.
+        self._start, self._end, self._is_tgi = framing.start, framing.end, parsed.options.tgi
         self._written: LmiSequence = self._sequences[0]
         self._index = 0
 
@@ -264,10 +267,12 @@ class LinesExchange(LmiExchange):
         tokens = delta.tokens
         if not tokens:
             return self._without_token(delta)
-        start, end, last = self._framing.start, self._framing.end, delta.finish_reason is not None
-        # Nearly every delta has one token, thousands of times a second: no list, no join, no call of `frame`.
-        if len(tokens) == 1:
-            return start + encode_line(self._line(tokens[0], delta.text, last)) + end
+        last = delta.finish_reason is not None
+        # Nearly every delta is so, thousands of times a second: no list, no join, no calls of functions here.
+        if len(tokens) == 1 and not last and not self._is_tgi:
+            token = tokens[0]
+            data = encode(Line(LmiToken(token.id, delta.text, token.logprob, token.special)))
+            return self._start + (data if data.isascii() else on_one_line(data)) + self._end
         ends_at = len(tokens) - 1
         return b"".join(
             self._framing.frame(self._line(token, text, last and i == ends_at))
@@ -281,7 +286,7 @@ class LinesExchange(LmiExchange):
         return self._framing.frame(self._line(NO_TOKEN, delta.text, delta.finish_reason is not None))
 
     def _line(self, token: Token, text: str, last: bool) -> Line | TgiLine:
-        if self._options.tgi:
+        if self._is_tgi:
             return self._tgi_line(token, text, last)
         line = Line(LmiToken(token.id, text, token.logprob, token.special))
         if last:
