@@ -15,6 +15,7 @@ import typer
 
 from frontend.observability.server_log import formatter
 from frontend.route.keys import RouteKeys
+from lmi_server.client import numbers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.configuration.server_settings import ServerSettings, find_config_file, resolve_server
 from lmi_server.contract.errors import ConfigurationError
@@ -49,16 +50,16 @@ _PREDICTIONS = "/invocations"
 def route(
     urls: Annotated[list[str], typer.Argument(metavar="URL...", help=_URLS)],
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for any that is free.")] = None,
+    port: Annotated[int | None, numbers.port("Port to listen on; 0 for any that is free.")] = None,
     keys: Annotated[str | None, typer.Option(metavar="FILE", help=_KEYS)] = None,
     backend_key_file: Annotated[Path | None, typer.Option(metavar="FILE", help=_BACKEND_KEY)] = None,
     fallback: Annotated[list[str] | None, typer.Option(metavar="MODEL=OTHER", help=_FALLBACK)] = None,
-    max_concurrent: Annotated[int, typer.Option(min=1, help=_MAX)] = 256,
-    queue_size: Annotated[int, typer.Option(min=1, help=_QUEUE)] = 1000,
-    timeout: Annotated[float, typer.Option(min=1.0, help=_TIMEOUT)] = 600.0,
-    check_interval: Annotated[float, typer.Option(min=0.1, help=_CHECK)] = 2.0,
+    max_concurrent: Annotated[int, numbers.count("--max-concurrent", _MAX)] = 256,
+    queue_size: Annotated[int, numbers.count("--queue-size", _QUEUE)] = 1000,
+    timeout: Annotated[float, numbers.seconds("--timeout", _TIMEOUT, 1)] = 600.0,
+    check_interval: Annotated[float, numbers.seconds("--check-interval", _CHECK, 0.1)] = 2.0,
     usage_file: Annotated[Path | None, typer.Option(metavar="FILE", help=_USAGE)] = None,
-    drain_timeout: Annotated[float | None, typer.Option(help=_DRAIN)] = None,
+    drain_timeout: Annotated[float | None, numbers.delay("--drain-timeout", _DRAIN)] = None,
     config_file: Annotated[Path | None, typer.Option("--config-file", "-f", help="Settings of the front end.")] = None,
     log_level: Annotated[str | None, typer.Option(help="Level of the log.")] = None,
 ) -> None:

@@ -15,6 +15,7 @@ from lmi_server.advise.evidence import Evidence, add_log, add_metrics
 from lmi_server.advise.rules import Advice, advise
 from lmi_server.bench.observation import Observer
 from lmi_server.bench.server_metrics import fetch_text, is_lmi_server, read, reports_vllm
+from lmi_server.client import numbers
 from lmi_server.client.server_calls import Headers, parse_headers, remedy
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
@@ -28,7 +29,7 @@ def advise_server(
     log: Annotated[
         Path | None, typer.Option(help="Log of the server: lines of this server, of SGLang or of vLLM.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="For how long the metrics are read, once a second.")] = 30,
+    seconds: Annotated[float, numbers.delay("--seconds", "For how long the metrics are read, once a second.")] = 30,
     header: Headers = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for the advice.")] = None,
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lmi_server.artifacts.location import MODEL_FORMS
+from lmi_server.client.numbers import count
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
 from lmi_server.machine.environment import process_environment
@@ -17,7 +18,7 @@ def run_batch(
     requests: Annotated[Path, typer.Argument(metavar="IN", help="JSON lines with custom_id, url and body.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="File for the answers, one a line in any order.")],
     model: Annotated[str, typer.Option("--model", "-m", help=f"Model: {MODEL_FORMS}.")],
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 256,
+    concurrency: Annotated[int, count("--concurrency", "Requests at a time.")] = 256,
 ) -> None:
     """Answer the requests of a file with a model, in the form of OpenAI's batches and of vllm run-batch.
 

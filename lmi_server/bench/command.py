@@ -23,6 +23,7 @@ from lmi_server.bench.reports.html_report import html_report
 from lmi_server.bench.run import Run, RunLength
 from lmi_server.bench.server_metrics import fetch
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Tokenizer, Workload, with_adapters
+from lmi_server.client import numbers
 from lmi_server.client.server_calls import Headers, address, parse_headers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
@@ -33,6 +34,7 @@ from lmi_server.processes.usage import find_listener
 _API_HELP = (
     "API of the server: chat and completions are OpenAI's, lmi is LMI's /invocations, tgi is /generate(_stream)."
 )
+_CONCURRENCY = numbers.NumberFlag("--concurrency", 1, numbers.MAX_COUNT, is_integer=True)
 
 
 def bench(
@@ -46,9 +48,15 @@ def bench(
         str | None, typer.Option(help="Open loop: so many requests per second; 2,4,8 makes three runs.")
     ] = None,
     burstiness: Annotated[
-        float, typer.Option(help="Shape of the gaps of an open loop: 1 is Poisson, less is bursts, inf is even.")
+        float,
+        numbers.number_option(
+            numbers.NumberFlag("--burstiness", 0, is_above=True, takes_infinity=True),
+            "Shape of the gaps of an open loop: 1 is Poisson, less is bursts, inf is even.",
+        ),
     ] = 1.0,
-    ramp_to: Annotated[float | None, typer.Option(help="Rate at the end of --duration, from --rate on.")] = None,
+    ramp_to: Annotated[
+        float | None, numbers.factor("--ramp-to", "Rate at the end of --duration, from --rate on.")
+    ] = None,
     replay: Annotated[
         str | None,
         typer.Option(
@@ -58,21 +66,29 @@ def bench(
         ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Requests, or chats, of each run; 200 without --duration.")
+        int | None, numbers.count("--requests", "Requests, or chats, of each run; 200 without --duration.")
     ] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds in which each run sends requests.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request is given up.")] = 600,
+    duration: Annotated[
+        float | None, numbers.seconds("--duration", "Seconds in which each run sends requests.")
+    ] = None,
+    timeout: Annotated[float, numbers.seconds("--timeout", "Seconds after which a request is given up.")] = 600,
     data: Annotated[
         Path | None, typer.Option(help="Prompts: JSON lines with prompt, messages or turns, or ShareGPT's JSON.")
     ] = None,
-    input_tokens: Annotated[int, typer.Option(help="Tokens of random prompts; words without --tokenizer.")] = 128,
+    input_tokens: Annotated[
+        int, numbers.count("--input-tokens", "Tokens of random prompts; words without --tokenizer.")
+    ] = 128,
     output_tokens: Annotated[
-        int | None, typer.Option(help="Tokens that each request generates; 128 with random prompts.")
+        int | None, numbers.count("--output-tokens", "Tokens that each request generates; 128 with random prompts.")
     ] = None,
-    shared_prefix: Annotated[float, typer.Option(help="Share of random prompts that is the same in all.")] = 0.0,
+    shared_prefix: Annotated[
+        float, numbers.fraction("--shared-prefix", "Share of random prompts that is the same in all.")
+    ] = 0.0,
     turns: Annotated[
         int | None,
-        typer.Option(help="Turns of each chat: of random prompts, or the most of --data. An answer is sent back."),
+        numbers.count(
+            "--turns", "Turns of each chat: of random prompts, or the most of --data. An answer is sent back."
+        ),
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Model directory with a tokenizer.json.")] = None,
     adapters: Annotated[
@@ -86,8 +102,8 @@ def bench(
     metrics: Annotated[
         str | None, typer.Option(help="URL of the server's Prometheus metrics; URL/metrics by default.")
     ] = None,
-    warmup: Annotated[int, typer.Option(help="Requests before the first run, which are not measured.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of prompts, gaps and adapters.")] = 0,
+    warmup: Annotated[int, numbers.count("--warmup", "Requests before the first run, which are not measured.", 0)] = 1,
+    seed: Annotated[int, numbers.seed("Seed of prompts, gaps and adapters.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", help="File for a report with plots, which opens offline.")
@@ -202,12 +218,8 @@ def _workload(
     tokenizer: Path | None,
     turns: int | None,
 ) -> Workload:
-    if turns is not None and turns < 1:
-        raise ConfigurationError(f"--turns {turns} is not allowed; allowed: 1 or more")
     if data is not None:
         return Recorded(read_prompts(data), output_tokens, turns)
-    if input_tokens < 1 or not 0 <= shared_prefix <= 1:
-        raise ConfigurationError("--input-tokens takes 1 or more, and --shared-prefix a share from 0 to 1")
     return RandomPrompts(
         input_tokens,
         output_tokens or 128,
@@ -242,14 +254,12 @@ def _arrivals(
         raise ConfigurationError("--concurrency, --rate and --replay exclude each other: give one of them")
     if ramp_to is not None and (rate is None or duration is None):
         raise ConfigurationError("--ramp-to needs --rate, where it begins, and --duration")
-    if burstiness <= 0:
-        raise ConfigurationError(f"--burstiness {burstiness:g} is not allowed; allowed: more than 0")
     if replay is not None:
         return {"replay": Replay(_times(workload), replay)}
     if rate is not None:
         rates = [_positive("--rate", text) for text in rate.split(",")]
         return {f"{each:g} requests/s": OpenLoop(each, burstiness, ramp_to, duration or 0.0) for each in rates}
-    counts = [int(_positive("--concurrency", text)) for text in (concurrency or "1").split(",")]
+    counts = [_CONCURRENCY.parse(text) for text in (concurrency or "1").split(",")]
     return {f"concurrency {count}": ClosedLoop(count) for count in counts}
 
 
@@ -267,13 +277,7 @@ def _requests(requests: int | None, duration: float | None, replay: float | None
 
 
 def _positive(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ConfigurationError(f'{name} "{text}" is not allowed; allowed: a number above 0, or several with commas')
-    return value
+    return float(numbers.NumberFlag(name, 0, is_above=True).parse(text))
 
 
 def parse_weights(text: str | None) -> dict[str, float]:

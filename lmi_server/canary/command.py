@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 
 import typer
 
+from lmi_server.client.numbers import count, factor, fraction, seconds
 from lmi_server.client.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.commands import reload as plain
@@ -24,22 +25,24 @@ def reload_model(
     shadow: Annotated[
         bool, typer.Option(help="Copies of requests go to the new version; clients get the answers of the old one.")
     ] = False,
-    requests: Annotated[int | None, typer.Option(help="Requests after which the new version is judged.")] = None,
-    duration: Annotated[float | None, typer.Option(help="Seconds within which so many must have come.")] = None,
+    requests: Annotated[int | None, count("--requests", "Requests after which the new version is judged.")] = None,
+    duration: Annotated[float | None, seconds("--duration", "Seconds within which so many must have come.")] = None,
     max_errors: Annotated[
-        float | None, typer.Option(help="Percent points by which the share of errors may be higher.")
+        float | None, fraction("--max-errors", "Percent points by which the share of errors may be higher.", 100)
     ] = None,
     max_slower: Annotated[
-        float | None, typer.Option(help="Times as slow as before that the new version may be.")
+        float | None, factor("--max-slower", "Times as slow as before that the new version may be.")
     ] = None,
     max_changed: Annotated[
-        float | None, typer.Option(help="With --shadow: percent of the answers that may be others.")
+        float | None, fraction("--max-changed", "With --shadow: percent of the answers that may be others.", 100)
     ] = None,
     max_shift: Annotated[
-        float | None, typer.Option(help="With --shadow: nats by which log-probabilities may differ in the mean.")
+        float | None,
+        factor("--max-shift", "With --shadow: nats by which log-probabilities may differ in the mean."),
     ] = None,
     max_client: Annotated[
-        float | None, typer.Option(help="Percent of those requests that one session or sticking API key may send.")
+        float | None,
+        fraction("--max-client", "Percent of those requests that one session or sticking API key may send.", 100),
     ] = None,
     promote: Annotated[bool, typer.Option(help="Let the version that is being tried take the place now.")] = False,
     take_back: Annotated[bool, typer.Option(help="End the version that is being tried.")] = False,

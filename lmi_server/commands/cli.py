@@ -17,6 +17,7 @@ from rich.console import Console
 
 from frontend.observability.server_log import formatter
 from lmi_server.artifacts.location import MODEL_FORMS, names_model_file
+from lmi_server.client import numbers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.commands.late_commands import WithLateCommands
 from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES
@@ -102,8 +103,8 @@ def serve(
         Path | None, typer.Option("--config-file", "-f", help="Settings of the server: LMI's config.properties.")
     ] = None,
     host: Annotated[str | None, typer.Option(help=_HELP["host"])] = None,
-    port: Annotated[int | None, typer.Option(help=_HELP["port"])] = None,
-    drain_timeout: Annotated[float | None, typer.Option(help=_HELP["drain_timeout"])] = None,
+    port: Annotated[int | None, numbers.port(_HELP["port"])] = None,
+    drain_timeout: Annotated[float | None, numbers.delay("--drain-timeout", _HELP["drain_timeout"])] = None,
     keep_going: Annotated[
         bool,
         typer.Option("--keep-going", help="Serve the others if a model cannot be loaded."),

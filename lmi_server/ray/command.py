@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from lmi_server.client import numbers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.whole_files import write_text
@@ -34,9 +35,9 @@ _TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
 def deploy(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help=_MODELS)],
     host: Annotated[str, typer.Option(help=_HOST)] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help=_PORT)] = 8080,
-    front_ends: Annotated[int, typer.Option(help=_FRONT_ENDS)] = 1,
-    drain_timeout: Annotated[float, typer.Option(help=_DRAIN)] = 60,
+    port: Annotated[int, numbers.port(_PORT)] = 8080,
+    front_ends: Annotated[int, numbers.count("--front-ends", _FRONT_ENDS)] = 1,
+    drain_timeout: Annotated[float, numbers.delay("--drain-timeout", _DRAIN)] = 60,
 ) -> None:
     """Serve models as one application of Ray Serve, on the cluster that RAY_ADDRESS names or on a local one."""
     with plain_configuration_errors():
@@ -91,9 +92,9 @@ def build(
         Path | None, typer.Option("--output", "-o", help="File to write; otherwise it is printed.")
     ] = None,
     host: Annotated[str, typer.Option(help=_HOST)] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help=_PORT)] = 8080,
-    front_ends: Annotated[int, typer.Option(help=_FRONT_ENDS)] = 1,
-    drain_timeout: Annotated[float, typer.Option(help=_DRAIN)] = 60,
+    port: Annotated[int, numbers.port(_PORT)] = 8080,
+    front_ends: Annotated[int, numbers.count("--front-ends", _FRONT_ENDS)] = 1,
+    drain_timeout: Annotated[float, numbers.delay("--drain-timeout", _DRAIN)] = 60,
 ) -> None:
     """Write the Serve config file of the models, for Ray's `serve deploy`."""
     with plain_configuration_errors():

@@ -20,6 +20,7 @@ from lmi_server.bench.prompt_files import read_prompts
 from lmi_server.bench.reports.page import Table as PageTable
 from lmi_server.bench.reports.page import markdown, page
 from lmi_server.bench.workload import RandomPrompts, Recorded, Workload
+from lmi_server.client import numbers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.client.trial_server import MODEL, trial_server
 from lmi_server.contract.errors import ConfigurationError
@@ -54,7 +55,7 @@ def tune(
         list[str] | None,
         typer.Option(help="What to try: NAME=8,16,32 or NAME=LOW:HIGH or NAME=LOW:HIGH:STEP; once per key."),
     ] = None,
-    trials: Annotated[int, typer.Option(help="Settings to try, those of earlier calls included.")] = 40,
+    trials: Annotated[int, numbers.count("--trials", "Settings to try, those of earlier calls included.")] = 40,
     use_grid: Annotated[
         bool, typer.Option("--grid", help="Try all combinations, as vLLM's auto_tune.sh does.")
     ] = False,
@@ -68,13 +69,20 @@ def tune(
     objective: Annotated[
         Objective, typer.Option(help="What to raise: output tokens per second, or requests per second within limits.")
     ] = Objective.THROUGHPUT,
-    concurrency: Annotated[int, typer.Option(help="Requests at a time, fewer where the limits demand it.")] = 32,
-    requests: Annotated[int, typer.Option(help="Requests of the run that judges a setting.")] = 128,
+    concurrency: Annotated[
+        int, numbers.count("--concurrency", "Requests at a time, fewer where the limits demand it.")
+    ] = 32,
+    requests: Annotated[int, numbers.count("--requests", "Requests of the run that judges a setting.")] = 128,
     api: Annotated[str, typer.Option(help="API of the requests, as in lmi-server bench.")] = "completions",
-    input_tokens: Annotated[int | None, typer.Option(help="Words of random prompts; 128 by default.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(help="Tokens that each generates; 128 by default.")] = None,
+    input_tokens: Annotated[
+        int | None, numbers.count("--input-tokens", "Words of random prompts; 128 by default.")
+    ] = None,
+    output_tokens: Annotated[
+        int | None, numbers.count("--output-tokens", "Tokens that each generates; 128 by default.")
+    ] = None,
     shared_prefix: Annotated[
-        float | None, typer.Option(help="Share of random prompts that is the same in all; 0 by default.")
+        float | None,
+        numbers.fraction("--shared-prefix", "Share of random prompts that is the same in all; 0 by default."),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Prompts, as in lmi-server bench.")] = None,
     adapters: Annotated[
@@ -82,17 +90,17 @@ def tune(
     ] = None,
     pairs: Annotated[
         int,
-        typer.Option(
+        numbers.count(
             "--confirm",
-            min=0,
-            help="Turns in which the best setting and the configuration as it is are measured again; 0 for none.",
+            "Turns in which the best setting and the configuration as it is are measured again; 0 for none.",
+            0,
         ),
     ] = 6,
-    load_timeout: Annotated[float, typer.Option(help="Seconds in which the model must load.")] = 1800,
+    load_timeout: Annotated[float, numbers.seconds("--load-timeout", "Seconds in which the model must load.")] = 1800,
     study: Annotated[Path, typer.Option(help="SQLite file of the search; the same call goes on where it was.")] = Path(
         "lmi-tune.sqlite"
     ),
-    seed: Annotated[int, typer.Option(help="Seed of the search and of the prompts.")] = 0,
+    seed: Annotated[int, numbers.seed("Seed of the search and of the prompts.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all that was found.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="File for a report: a page with plots, or Markdown if its name ends with .md.")

@@ -15,6 +15,7 @@ import typer
 
 from lmi_server.bench.prompt_files import read_prompts
 from lmi_server.bench.workload import Prompt, RandomPrompts
+from lmi_server.client.numbers import count, factor, fraction, seconds
 from lmi_server.client.server_calls import Headers, ServerCalls, parse_headers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.client.trial_server import LoadFailedError, TrialServer, trial_server
@@ -44,16 +45,18 @@ def verify(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="key=value in place of that in the serving.properties of NEW.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 50,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 64,
+    requests: Annotated[int, count("--requests", "Prompts at most.")] = 50,
+    output_tokens: Annotated[int, count("--output-tokens", "Tokens of an answer at most.")] = 64,
     max_changed: Annotated[
-        float | None, typer.Option(help="Percent of answers that may change; the exit code is 1 beyond that.")
+        float | None,
+        fraction("--max-changed", "Percent of answers that may change; the exit code is 1 beyond that.", 100),
     ] = None,
     max_slower: Annotated[
-        float | None, typer.Option(help="Times as slow as before that new may be, at the lower end of the interval.")
+        float | None,
+        factor("--max-slower", "Times as slow as before that new may be, at the lower end of the interval."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for an answer.")] = 600,
-    load_timeout: Annotated[float | None, typer.Option(help="Seconds for loading a model directory.")] = None,
+    timeout: Annotated[float, seconds("--timeout", "Seconds for an answer.")] = 600,
+    load_timeout: Annotated[float | None, seconds("--load-timeout", "Seconds for loading a model directory.")] = None,
     header: Headers = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all answers and figures.")] = None,
 ) -> None:

@@ -198,7 +198,7 @@ def test_a_chat_ends_with_the_run_or_an_error(server: Server, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--turns", "0"], "--turns 0 is not allowed; allowed: 1 or more"),
+        (["--turns", "0"], '--turns "0" is not allowed; allowed: an integer from 1 to 10000000'),
         (["--metrics", "http://127.0.0.1:1/metrics"], "--metrics http://127.0.0.1:1/metrics: "),
         (["--api", "grpc"], '--api "grpc" is not allowed; allowed: chat, completions, lmi, tgi'),
         (["--rate", "1", "--concurrency", "1"], "--concurrency, --rate and --replay exclude each other"),

@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lmi_server.client.numbers import seconds
 from lmi_server.client.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.commands.live.model_figures import ModelFigures, Snapshot, figures, take_snapshot
@@ -41,7 +42,7 @@ _PLAIN_WIDTH = 200  # of the table without a terminal; what reads it may cut lin
 
 def top(
     url: Annotated[str, typer.Argument(help="The server.")] = DEFAULT_URL,
-    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, seconds("--interval", "Seconds between two looks.", 0.1, 3600)] = 1.0,
     header: Headers = None,
 ) -> None:
     """Show what the models of a running server do, until q or Ctrl-C; without a terminal, print one table."""

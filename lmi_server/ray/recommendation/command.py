@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lmi_server.client.numbers import count
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.machine.device_tools import nvidia_products
 from lmi_server.machine.environment import process_environment
@@ -33,7 +34,7 @@ def recommend(
     throughput: Annotated[
         bool, typer.Option("--throughput/--latency", help="Many requests per device, or quick tokens for each.")
     ] = False,
-    context: Annotated[int, typer.Option(min=1, help="Most tokens of prompt and output together.")] = CONTEXT,
+    context: Annotated[int, count("--context", "Most tokens of prompt and output together.")] = CONTEXT,
     as_file: Annotated[bool, typer.Option("--file", help="Print a model file of Ray.")] = False,
 ) -> None:
     """Recommend a serving.properties for a model on an accelerator, by its size and the memory.
