@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -61,7 +60,7 @@ def extract_archive(
 def _command(archive: Path, target: Path, limits: ArchiveLimits, progress: int) -> Sequence[str]:
     # -S: the program needs nothing but the standard library, and finds it sooner.
     options = ("-P", "-S", "-X", "utf8", "-m", "lmi_server.artifacts.unpacking")
-    arguments = (str(archive), str(target), json.dumps(dataclasses.asdict(limits)), str(progress))
+    arguments = (str(archive), str(target), json.dumps(limits._asdict()), str(progress))
     return (sys.executable, *options, *arguments)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from lmi_server.contract.errors import ArtifactError
 from lmi_server.contract.texts.quoting import excerpt
@@ -15,8 +15,7 @@ _BYTES_PER_SECOND = 8 << 20  # of processor time: less than what any of the deco
 _REPORT_EVERY = 4 << 20  # bytes that are written
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveLimits:
+class ArchiveLimits(NamedTuple):
     """Limits of an archive: entries, bytes in all, and bytes per byte of the archive (checked above 1 GiB).
 
     To unpack it may take `memory` bytes and `seconds` of processor time, and one more for each 8 MiB of its largest
