@@ -6,7 +6,7 @@ leave the others be, unless SERVING_WAIT_MODEL_LOADING says otherwise. For tests
 `python fault_server.py --template FD` is the process that tests/support/forked_servers.py talks to over a socket: it
 imports everything once, and forks for every server and every run of `lmi-server` that is asked for. A fork of it can be
 a template, too, with libraries by a name of forked_workers.py: the workers of its servers are forks as well, and it
-forks for workers.
+forks for workers. `--templates FD` forks a template for each process that connects to the socket.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ from typing import Any, NoReturn
 
 from frontend.server import run
 from lmi_server.commands.cli import app
+from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.configuration.server_settings import resolve_server
 from lmi_server.features import FEATURES, load
+from lmi_server.processes.parents import end_with_parent
 from lmi_server.serving.models.model_store import Startup, startup_sources
+
+# What libraries import in the midst of a command or request.
+_IMPORTED_LATE = ("anyio._backends._asyncio", "encodings.idna", "rich._emoji_codes", "typer._adapters")
 
 
 def inspect(directory: Path, environment: Mapping[str, str], registration: Mapping[str, str]) -> Inspection:
@@ -62,12 +67,31 @@ def serve(command_line: Sequence[str]) -> int:
 
 
 def _prepare() -> None:
-    """Import and build what every server does."""
+    """Import and build what every server and command does, and what several commands of the tests import late."""
     for feature in FEATURES:
-        if feature.server:
-            load(feature.server)
+        for path in filter(None, (feature.server, *feature.commands.values())):
+            load(path)
+    for spec in HANDLERS:
+        load(spec.options)
+    for name in _IMPORTED_LATE:
+        importlib.import_module(name)
     resolve_server({}, {})  # builds the validator of the settings
     ServingOptions.model_rebuild()
+
+
+def fork_templates(listener: socket.socket) -> None:
+    """Fork a template for each process that connects, and tell it the process id."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            connection.send(str(os.getpid()).encode())
+            fork(connection)
+            os._exit(0)
+        connection.close()
 
 
 def fork(connection: socket.socket) -> None:
@@ -165,5 +189,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--template"]:
         _prepare()
         fork(socket.socket(fileno=int(sys.argv[2])))
+    elif sys.argv[1:2] == ["--templates"]:
+        _prepare()
+        fork_templates(socket.socket(fileno=int(sys.argv[2])))
     else:
         sys.exit(serve(sys.argv[1:]))

@@ -1,8 +1,7 @@
-"""The processes of pytest-xdist as forks: `python forked_pytest.py FD SOCKET PATHS ARGUMENTS...`.
+"""The processes of pytest-xdist as forks: `python forked_pytest.py PATHS ARGUMENTS... FD`.
 
-FD is the socket that listens at SOCKET, where `fork_requests.py` asks; PATHS is sys.path as JSON, and ARGUMENTS are
-those of pytest. This process collects the tests once, and so imports what all of them do. A fork collects them again,
-in a fifth of the time.
+PATHS is sys.path as JSON, ARGUMENTS are those of pytest, and `fork_requests.py` connects to the socket FD. This process
+collects the tests once, and so imports what all of them do. A fork collects them again, in a fifth of the time.
 """
 
 from __future__ import annotations
@@ -91,4 +90,4 @@ def be(asked: fork_requests.Asked, imported: Mapping[str, str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[3], sys.argv[4:])
+    main(int(sys.argv[-1]), sys.argv[1], sys.argv[2:-1])

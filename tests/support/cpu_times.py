@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Generator
@@ -11,6 +12,12 @@ import pytest
 
 _MAX_EXPENSIVE = 30
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_beside: list[int] = []
+
+
+def count_beside(pid: int) -> None:
+    """Count a process, and those below it, that works for this one and is not below it."""
+    _beside.append(pid)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,17 +74,19 @@ class CpuTimes:
             terminalreporter.line(f"{seconds:8.1f} {name}")
 
     def _since_last(self) -> float:
-        now = sum(os.times()[:4]) + sum(map(_spent, _descendants(os.getpid())))
+        others = (pid for start in (os.getpid(), *_beside) for pid in _descendants(start))
+        now = sum(os.times()[:4]) + sum(map(_spent, (*_beside, *others)))
         since, self._until_now = now - self._until_now, now
         return max(0.0, since)  # the time of a process that nobody waited for is gone with it
 
 
 def _descendants(pid: int) -> Generator[int]:
     """Yield the processes that run below `pid`. os.times() counts them only after their end."""
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in _read(children).split():
-            yield int(child)
-            yield from _descendants(int(child))
+    with contextlib.suppress(OSError):  # the process has ended
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in _read(children).split():
+                yield int(child)
+                yield from _descendants(int(child))
 
 
 def _spent(pid: int) -> float:

@@ -18,10 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import cpu_times
+import xdist_forks
 from forked_process import as_process
 from paths import TESTS
 from process_log import LIMIT_S
-from relay_helpers import HANDLERS
+from xdist_forks import TEMPLATE_PATHS
 
 from lmi_server.supervisor.launch import worker_launch as launch
 
@@ -200,18 +202,22 @@ class _Template:
     """The process that forks; it ends with this one. With `libraries` it is a fork itself of the one without."""
 
     def __init__(self, libraries: str) -> None:
+        self._lock = threading.Lock()
+        variables = os.environ | TEMPLATE_PATHS
+        if not libraries and xdist_forks.template_socket:
+            self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._connection.connect(xdist_forks.template_socket)
+            self.pid = self._answer()
+            cpu_times.count_beside(self.pid)
+            return
         self._connection, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        paths = {"PYTHONPATH": os.pathsep.join([HANDLERS, str(TESTS / "support"), str(TESTS.parent)])}
         with others:
             if libraries:
-                self.pid = _template("").fork(
-                    "template", [libraries], os.environ | paths, os.getcwd(), [others.fileno()]
-                )
+                self.pid = _template("").fork("template", [libraries], variables, os.getcwd(), [others.fileno()])
             else:
                 command = [sys.executable, str(SCRIPT), "--template", str(others.fileno())]
-                self._process = subprocess.Popen(command, env=os.environ | paths, pass_fds=[others.fileno()])
+                self._process = subprocess.Popen(command, env=variables, pass_fds=[others.fileno()])
                 self.pid = self._process.pid
-        self._lock = threading.Lock()
 
     def fork(
         self,
