@@ -67,6 +67,16 @@ def generated(model: Any, prompt: str, count: int, **parameters: Any) -> list[in
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
+def generated_like(model: Any, prompt: str, tokens: list[int], count: int) -> list[int]:
+    """Return what `generated` does, which is quick if it is `tokens`."""
+    from rolling_batch_helpers import is_generated
+    from tiny_models import byte_tokenizer
+
+    if is_generated(model, byte_tokenizer().encode(prompt), tokens, count, model.generation_config.eos_token_id):
+        return tokens
+    return generated(model, prompt, count)
+
+
 def body(prompt: str, count: int, stream: bool = False) -> dict[str, Any]:
     return {"inputs": prompt, "parameters": {"max_new_tokens": count, "details": True}, "stream": stream}
 
@@ -91,8 +101,8 @@ def assert_tokens_of_the_model_itself(server: Server, model: Any) -> None:
             await asyncio.gather(*leaving)
             return found
 
-    expected = [generated(model, prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
-    assert asyncio.run(ask()) == expected
+    for asked in zip(prompts, asyncio.run(ask()), counts, strict=True):
+        assert asked[1] == generated_like(model, *asked)
 
 
 async def leave_after_a_token(client: httpx.AsyncClient, prompt: str) -> None:

@@ -26,7 +26,7 @@ from model_directories import write_properties
 from paths import SAMPLES
 from product_helpers import Server, serving
 from relay_helpers import on_loop
-from rolling_batch_helpers import generated
+from rolling_batch_helpers import generated_like
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCABULARY, byte_tokenizer, random_model, saved_model
 from transformers import MambaConfig, MixtralConfig
@@ -213,10 +213,11 @@ def compare(client: httpx.Client, other: httpx.Client, indices: range) -> None:
 # --- compiled code ---
 
 
-def greedy(prompts: Sequence[str] = ("Once",), tokens: int = 4) -> list[list[int]]:
-    """Return the tokens that the loader should answer with."""
+def assert_greedy(answers: list[list[int]], prompts: Sequence[str] = ("Once",), tokens: int = 4) -> None:
+    """Check that the loader has answered with the tokens of the model itself."""
     model = tiny_llama()
-    return [list(generated(model, byte_tokenizer().encode(prompt), tokens)) for prompt in prompts]
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert answer == generated_like(model, byte_tokenizer().encode(prompt), answer, tokens)
 
 
 def test_compiled_code_is_found_again_wherever_the_model_is(
@@ -224,7 +225,7 @@ def test_compiled_code_is_found_again_wherever_the_model_is(
 ) -> None:
     copied = shutil.copytree(tiny_model, tmp_path / "model")
     loaded = loader.load(options={**SETTINGS, "model_id": str(copied)})
-    assert loaded["answers"] == greedy()
+    assert_greedy(loaded["answers"])
     assert not any("uncompiled" in message for message in loaded["log"])
 
 
@@ -232,7 +233,7 @@ def test_a_model_that_cannot_be_compiled_goes_on_uncompiled(loader: Loader, tiny
     failing = {"CXX": "/bin/false", "VLLM_CACHE_ROOT": str(tmp_path / "compiled")}
     warning = "the model goes on uncompiled, vLLM could not compile it"
     loaded = loader.load(options={**SETTINGS, "model_id": str(tiny_model)}, variables=failing, until=warning)
-    assert loaded["answers"] == greedy()
+    assert_greedy(loaded["answers"])
     assert "/bin/false" in next(message for message in loaded["log"] if warning in message)
 
 
@@ -240,7 +241,7 @@ def test_nothing_is_compiled_that_cannot_be_stored(loader: Loader, tiny_model: P
     (tmp_path / "file").touch()
     nowhere = {"VLLM_CACHE_ROOT": str(tmp_path / "file" / "compiled")}
     loaded = loader.load(options={**SETTINGS, "model_id": str(tiny_model)}, variables=nowhere)
-    assert loaded["answers"] == greedy()
+    assert_greedy(loaded["answers"])
     assert any("VLLM_CACHE_ROOT cannot be written" in message for message in loaded["log"])
 
 
@@ -436,17 +437,18 @@ def test_adapters_share_a_batch_and_are_replaced(with_adapters: Server, tmp_path
         response = complete(server, model=name or "model", max_tokens=12, return_token_ids=True).json()
         return list(response["choices"][0]["token_ids"])
 
-    def expected(name: str) -> list[int]:
+    def assert_of(name: str, tokens: list[int]) -> None:
         adapted = with_adapter(model, tmp_path / name) if name else model
-        return list(generated(adapted, byte_tokenizer().encode("Once"), 12))
+        assert tokens == generated_like(adapted, byte_tokenizer().encode("Once"), tokens, 12)
 
     assert [register("one", "one"), register("two", "two")] == [200, 200]
     names = ["", "one", "two", ""]
     with ThreadPoolExecutor(len(names)) as pool:
-        assert list(pool.map(answer, names)) == [expected(name) for name in names]
+        for name, tokens in zip(names, pool.map(answer, names), strict=True):
+            assert_of(name, tokens)
     updated = server.http.post("/adapters/one/update", params={"src": str(tmp_path / "other")})
     assert updated.status_code == 200
-    assert answer("one") == expected("other")
+    assert_of("other", answer("one"))
     save_adapter(model, tmp_path / "wide", 4, r=16)
     assert register("wide", "wide") == 424
     for change, message in BROKEN_ADAPTERS.values():
@@ -458,7 +460,7 @@ def test_adapters_share_a_batch_and_are_replaced(with_adapters: Server, tmp_path
     chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
     untold = server.http.post("/v1/chat/completions", json=chat)
     assert (untold.status_code, "chat template" in untold.json()["error"]["message"]) == (400, True)
-    assert answer("two") == expected("two")
+    assert_of("two", answer("two"))
 
 
 # --- formatters ---
@@ -523,13 +525,13 @@ def test_a_model_split_over_two_processes_gives_the_tokens_of_one(loader: Loader
     prompts = [f"{index} once " * (index + 1) for index in range(6)]
     options = {**UNCOMPILED, "model_id": str(tiny_model), "tensor_parallel_degree": "2"}
     loaded = loader.load(options=options, start="fork", prompts=prompts, tokens=24, kill="Worker")
-    assert loaded["answers"] == greedy(prompts, 24)
+    assert_greedy(loaded["answers"], prompts, 24)
     assert "ended with status" in loader.next_line()  # a worker does not outlive a part of its engine
 
 
 def test_an_engine_in_its_own_process_answers_and_takes_the_worker_with_it(loader: Loader, tiny_model: Path) -> None:
     options = {**UNCOMPILED, "model_id": str(tiny_model), "engine_process": "own"}
-    assert loader.load(options=options, kill="EngineCore")["answers"] == greedy()
+    assert_greedy(loader.load(options=options, kill="EngineCore")["answers"])
     assert "ended with status" in loader.next_line()  # so that the pool starts another one
 
 
@@ -537,7 +539,7 @@ def test_drafts_by_prompt_lookup_change_no_token(loader: Loader, tiny_model: Pat
     prompt = "once and once and once and"
     drafts = {"speculative_draft_model": "[ngram]", "speculative_length": "3"}
     options = {**UNCOMPILED, **drafts, "model_id": str(tiny_model)}
-    assert loader.load(options=options, prompts=[prompt], tokens=40)["answers"] == greedy([prompt], 40)
+    assert_greedy(loader.load(options=options, prompts=[prompt], tokens=40)["answers"], [prompt], 40)
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-lora", "vllm-tools"])
