@@ -5,7 +5,7 @@ serving.properties. It may also have:
 
 - `variables`: variables of the environment,
 - `start`: "fork" if the processes of the engine are to be forks; without it each of them imports vLLM again,
-- `until`: a pattern; the requests wait for a log line that has it,
+- `until`: a pattern; the requests wait for a log line that has it, and what compiles meanwhile is a fork,
 - `prompts`, and how many `tokens` each of them gets (4), or `requests`, pairs of a route and a body,
 - `kill`: after the answers, a process of the engine with this in its name is killed.
 
@@ -66,7 +66,8 @@ class Log(logging.Handler):
         deadline = time.monotonic() + _LIMIT_S
         while not any(re.search(pattern, message) for message in self.messages):
             assert time.monotonic() < deadline, (pattern, self.messages)
-            for child in psutil.Process().children():  # one that compiles in the background would wait for other tests
+            # One that compiles in the background would wait for other tests.
+            for child in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     child.nice(0)
             await asyncio.sleep(_PAUSE_S)
@@ -82,8 +83,6 @@ async def outcome(asked: dict[str, Any]) -> dict[str, Any] | str:
         handler, directory, engine = chosen(asked)
         options: Any = engine.options
         os.environ.update(engine.worker_environment())
-        if asked.get("start") == "fork":
-            forked_engines.install()
         if isinstance(handler, RequestHandler):
             return {"answers": handled(handler, directory, options, asked["requests"])}
         await handler.start(directory, options)
@@ -139,9 +138,15 @@ if __name__ == "__main__":
     for name in ("handlers.vllm.engine.loading", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama"):
         import_module(name)
     model_imports.freeze_libraries()
+    sys.modules["__main__"] = import_module("lmi_server.worker.__main__")  # as in a worker: what it spawns imports it
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            asyncio.run(run(json.loads(line)))
+            asked = json.loads(line)
+            if asked.get("start") == "fork":
+                forked_engines.install()
+            if "until" in asked:
+                forked_engines.install_compiler()
+            asyncio.run(run(asked))
         if status := os.waitpid(child, 0)[1]:
             print(json.dumps(f"ended with status {status}"), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import platform
 import random
 import re
@@ -230,11 +231,15 @@ def test_compiled_code_is_found_again_wherever_the_model_is(
 
 
 def test_a_model_that_cannot_be_compiled_goes_on_uncompiled(loader: Loader, tiny_model: Path, tmp_path: Path) -> None:
-    failing = {"CXX": "/bin/false", "VLLM_CACHE_ROOT": str(tmp_path / "compiled")}
+    compiler = tmp_path / "g++"
+    compiler.symlink_to("/bin/false")
+    failing = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VLLM_CACHE_ROOT": str(tmp_path / "compiled")}
     warning = "the model goes on uncompiled, vLLM could not compile it"
-    loaded = loader.load(options={**SETTINGS, "model_id": str(tiny_model)}, variables=failing, until=warning)
+    options = {**SETTINGS, "model_id": str(tiny_model)}
+    loaded = loader.load(options=options, variables=failing, until=warning)
     assert_greedy(loaded["answers"])
-    assert "/bin/false" in next(message for message in loaded["log"] if warning in message)
+    said = next(message for message in loaded["log"] if warning in message)
+    assert "No working C++ compiler" in said
 
 
 def test_nothing_is_compiled_that_cannot_be_stored(loader: Loader, tiny_model: Path, tmp_path: Path) -> None:
