@@ -35,7 +35,7 @@ from lmi_server.contract.errors import ModelLoadError, describe
 from lmi_server.contract.generation import Feature, GenerationRequest
 from lmi_server.contract.handler import ModelInfo
 from lmi_server.machine.environment import own_rank, process_environment
-from lmi_server.processes import load_progress, model_imports
+from lmi_server.processes import load_progress, model_imports, spawned
 
 logger = logging.getLogger(__name__)
 
@@ -256,6 +256,7 @@ async def _load_in_own_process(
             return library.own_process_engine(config, [statistics.logger_factory])
 
     config = await asyncio.to_thread(create_engine_config, model_dir, options)
+    spawned.prepare_imports()
     engine = await asyncio.to_thread(build, config)
     if _can_warm_up(config):
         load_progress.report("warming up")
