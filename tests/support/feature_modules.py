@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 FEATURE_MODULES: Mapping[str, Sequence[str]] = {
@@ -42,6 +43,7 @@ _OWNERS = {module: name for name, modules in FEATURE_MODULES.items() for module 
 _MOST_PARTS = max(module.count(".") for module in _OWNERS) + 1
 
 
+@functools.cache
 def feature_of(module: str) -> str | None:
     """Return the feature that a module belongs to, None for one of the core."""
     parts = module.split(".", _MOST_PARTS)[:_MOST_PARTS]
