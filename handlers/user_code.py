@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from handlers.user_modules import search
 from lmi_server.contract.errors import ModelLoadError, describe
+from lmi_server.contract.texts.quoting import shorten
 from lmi_server.files.python_source import execute
 
 DEFAULT_ENTRY_POINT = "model.py"
@@ -68,9 +69,9 @@ def find_marked(module: ModuleType, marks: Sequence[str]) -> Mapping[str, Callab
 def format_user_error(error: BaseException, model_dir: str) -> str:
     """Return "file:line: Class: message" with the innermost line in `model_dir`, if there is one.
 
-    The file is relative to `model_dir`.
+    The file is relative to `model_dir`. A long message is shortened.
     """
-    what = describe(error)
+    what = shorten(describe(error))
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{_inside(error.filename, model_dir)}:{error.lineno}: {type(error).__name__}: {error.msg}"
     place = place_of(error, model_dir)

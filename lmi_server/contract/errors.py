@@ -286,6 +286,7 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
 # What engines raise when memory runs out, besides MemoryError. torch's class is known by its name, so that torch need
 # not be imported; the texts come from CUDA, vLLM, and torch on the host.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
+_SEARCHED = 2**20  # characters of a message, which user's code may make of any length
 _OUT_OF_MEMORY_TEXTS = (
     "CUDA error: out of memory",
     "HIP error: out of memory",
@@ -298,11 +299,16 @@ _OUT_OF_MEMORY_TEXTS = (
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether `error`, or one of its causes, is an out-of-memory error (host or device)."""
-    if error is None:
-        return False
-    if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY_CLASS:
-        return True
-    return any(text in message_of(error) for text in _OUT_OF_MEMORY_TEXTS) or is_out_of_memory(error.__cause__)
+    seen: set[int] = set()  # user's code may raise an error from itself
+    while error is not None and id(error) not in seen:
+        if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY_CLASS:
+            return True
+        message = message_of(error)[:_SEARCHED]
+        if any(text in message for text in _OUT_OF_MEMORY_TEXTS):
+            return True
+        seen.add(id(error))
+        error = error.__cause__
+    return False
 
 
 def failure_of(error: BaseException, message: str | None = None) -> ServingError | ModelMemoryError:

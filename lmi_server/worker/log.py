@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import traceback
 from typing import Any
 
 from lmi_server.contract.metrics import MARK
@@ -28,6 +29,11 @@ class RecordFormatter(logging.Formatter):
         if isinstance(record.msg, str) and record.msg.startswith(MARK):
             text = text[text.index(MARK) :]
         return as_record(shorten(text, LONGEST_RECORD))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the name is that of logging
+        # Each part by itself: a long message would leave no room for the lines of the code, and is copied many times.
+        parts = (shorten(part) for part in traceback.TracebackException(*ei).format())
+        return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts).removesuffix("\n")
 
 
 def log_to_stderr() -> None:

@@ -64,6 +64,9 @@ def handle(inputs):
             raise ValueError("a \\ud800 and \\0")
         case "raise without a text":
             raise NamelessError
+        case "raise from itself":
+            error = ValueError("a circle")
+            raise error from error
         case "raise at length":
             raise ValueError("x" * 50_000_000)
         case "a code that is no integer":
@@ -186,6 +189,7 @@ def test_it_forks_or_replaces_signal_handlers(server: Server, case: str) -> None
     [
         ("raise what cannot be encoded", "a \\ud800 and \0"),
         ("raise without a text", ""),
+        ("raise from itself", "a circle"),
         ("raise at length", f"{'x' * LONGEST_MESSAGE}... (50000000 characters)"),
         ("a code that is no integer", "Output.code is 200.0; set a status from 200 to 599"),
     ],
@@ -195,6 +199,12 @@ def test_its_error_reaches_its_own_client(server: Server, case: str, error: str)
     answer = ask(server, case)
     assert (answer.status_code, answer.json()["error"]) == (424, error)
     assert bad_worker(server) == worker
+
+
+def test_the_log_has_the_lines_of_code_that_raised_at_length(server: Server) -> None:
+    assert ask(server, "raise at length").status_code == 424
+    server.log_line(r"model\.py:56: ValueError: x+\.\.\. \(\d+ characters\)")
+    server.log_line(r'raise ValueError\("x" \* 50_000_000\)')
 
 
 def test_its_header_reaches_its_own_client(server: Server) -> None:

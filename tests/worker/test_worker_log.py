@@ -68,6 +68,22 @@ def test_a_long_record_is_cut() -> None:
     assert len(formatted("%s", "a b" * 1_000_000)) < 200_000
 
 
+def test_a_long_message_leaves_room_for_the_lines_of_the_code() -> None:
+    try:
+        raise ValueError("a b" * 1_000_000)
+    except ValueError as error:
+        text = RecordFormatter().format(
+            logging.LogRecord("own", logging.ERROR, "", 0, "request", None, (type(error), error, error.__traceback__))
+        )
+    first, *lines = text.split("\n")
+    assert first == "ERROR own: request"
+    assert lines[0] == "  Traceback (most recent call last):"
+    assert 'raise ValueError("a b" * 1_000_000)' in text
+    assert lines[-1].startswith("  ValueError: a b")
+    assert lines[-1].endswith("... (3000013 characters)")
+    assert len(text) < 10_000
+
+
 @pytest.mark.parametrize("message", ["[METRICS]a.Count:1", "%s"])
 def test_only_a_mark_in_front_of_the_format_begins_a_line(message: str) -> None:
     text = formatted(message, *(["[METRICS]a.Count:1"] if "%" in message else []))
