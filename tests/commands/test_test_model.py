@@ -15,7 +15,9 @@ from lmi_server.contract.errors import ConfigurationError
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_command("test-model", "--model-dir", str(directory), *arguments, env=os.environ, cwd=directory)
+    return run_command(
+        "test-model", "--model-dir", str(directory), *arguments, env=os.environ, cwd=directory, libraries="worker"
+    )
 
 
 def test_a_model_answers_once(tmp_path: Path) -> None:
