@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from paths import TESTS
 from process_log import ProcessLog
 from relay_helpers import HANDLERS
 from server_helpers import make_model, request
+from waiting import wait_until
 
 from frontend.observability.server_log import BackgroundLog, WrittenLines
 
@@ -73,7 +75,8 @@ def test_a_second_signal_ends_the_wait_for_a_slow_reader(unread: UnreadServer) -
     assert unread.http.post("/invocations", json=request("print")).status_code == 200
     with slow_reader(unread.log.fileno(), b"\0", 1 << 12, 0.1):
         unread.process.terminate()
-        time.sleep(1)
+        server = psutil.Process(unread.process.pid)
+        wait_until(lambda: not server.children() and not server.net_connections("tcp"), "all but the log has ended")
         assert unread.process.poll() is None
         unread.process.terminate()
         assert unread.process.wait(60) == 1
