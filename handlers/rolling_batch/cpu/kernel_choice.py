@@ -4,7 +4,8 @@ Few rows are bound by reading weights, many by arithmetic. The faster kernel for
 processor, its memory, the number of threads and the shape of the weights. No flag of a processor says it, so the two
 take turns on this machine when a model loads. What was measured is kept beside the compiled kernels: a file for each
 border, so that of two workers that start at once none loses what the other one wrote. Other programs may have disturbed
-it unseen: the next load measures again, until two loads in a row agree.
+it unseen: the next load measures again, until two loads in a row agree. After a week a border is measured again, for
+both may have been disturbed.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _CLEAR_GAIN = 1.5
 # other in all turns, which says nothing about the kernels.
 _BUSY, _DELAY = 1.5, 0.003
 _MAX_SECONDS = 3.0  # in all
+_MAX_AGE = 7 * 24 * 3600.0  # seconds for which a border is kept that two loads have measured
 _STEP = 4  # of ROWS: borders within one agree
 _LAST_SECONDS = 0.5  # for the last of ROWS: a large layer might take longer than all else, and the head has fewer rows
 
@@ -108,7 +110,12 @@ class Crossovers:
         """
         name += "" if most >= ROWS[-1] else f" for up to {most} rows"
         crossover, kept = self._known.get(name), None
-        if crossover is None and (kept := self._read(name)) is not None and kept.is_confirmed:
+        if (
+            crossover is None
+            and (kept := self._read(name)) is not None
+            and kept.is_confirmed
+            and not self._is_old(name)
+        ):
             crossover = self._known[name] = kept.rows
         if crossover is None:
             began = time.perf_counter()
@@ -160,22 +167,35 @@ class Crossovers:
             return
         origin = "as measured before" if not self._spent else f"measured in {self._spent:.2f} s"
         if self._measured and not self._is_busy and self._folder is not None:
-            try:
-                for name, is_confirmed in self._measured.items():
-                    kept = _Kept(self._known[name], is_confirmed)
-                    kernel_files.write(self._path(self._folder, name), self._content(name, kept))
-                origin += f", kept in {self._folder}"
-            except OSError as error:
-                origin += f", not kept: {error}"
+            origin += self._write(self._folder)
         if None in self._asked.values():
             origin += ", but for what there was no time for or other programs took the processor"
         crossovers = (f"{name}: {_in_words(crossover)}" for name, crossover in sorted(self._asked.items()))
         logger.info("Rows that the project's kernels compute, %s. %s", origin, "; ".join(crossovers))
         self._asked, self._spent, self._measured = {}, 0.0, {}
 
+    def _write(self, folder: Path) -> str:
+        """Write what was measured into its files, and return what the log says of it."""
+        errors = []
+        for name, is_confirmed in self._measured.items():
+            try:
+                kept = _Kept(self._known[name], is_confirmed)
+                kernel_files.write(self._path(folder, name), self._content(name, kept))
+            except OSError as error:  # such as a directory in place of one file: the others are still kept
+                errors.append(str(error))
+        kept_in = f", kept in {folder}" if len(errors) < len(self._measured) else ""
+        return kept_in + (f", {len(errors)} of {len(self._measured)} not kept: {errors[0]}" if errors else "")
+
     def _path(self, folder: Path, name: str) -> Path:
         digest = hashlib.sha256(f"{self._machine}\0{name}".encode()).hexdigest()[:32]
         return folder / f"border_{digest}.json"
+
+    def _is_old(self, name: str) -> bool:
+        """Whether the border was measured so long ago that it is measured again: both loads may have been disturbed."""
+        try:
+            return self._folder is not None and time.time() - self._path(self._folder, name).stat().st_mtime > _MAX_AGE
+        except OSError:
+            return True
 
     def _content(self, name: str, kept: _Kept) -> bytes:
         return json.dumps({"machine": self._machine, "name": name, **kept._asdict()}).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from handlers.rolling_batch.cpu import kernel_choice
-from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
+from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Seconds, Work
 from handlers.rolling_batch.cpu.linears import PackedLinear, TiledLinear, lay_out_linears, reads_tiles
 from handlers.rolling_batch.fused.decoder_layers import FusedDecoderLayer
 from handlers.rolling_batch.runner.model_runner import ModelRunner
@@ -245,6 +246,49 @@ def test_a_file_that_cannot_be_written_is_named_in_the_log(tmp_path: Path, caplo
     crossovers.keep()
     assert "not kept" in caplog.messages[-1]
     assert "missing" in caplog.messages[-1]
+
+
+def test_a_directory_in_place_of_one_file_keeps_no_other_border_from_its_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", kernel_choice.__name__)
+    timer = costing(lambda rows: rows, lambda rows: 5.0)
+    first = patient(tmp_path, "a", timer)
+    first.crossover("x", few, many)
+    first.keep()
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    (file / "in the way").mkdir(parents=True)
+    for _ in range(2):
+        crossovers = patient(tmp_path, "a", timer)
+        assert [crossovers.crossover(name, few, many) for name in "xyz"] == [4, 4, 4]
+        crossovers.keep()
+        assert f", kept in {tmp_path}, 1 of 3 not kept: " in caplog.messages[-1]
+    last = patient(tmp_path, "a", lambda work: pytest.fail("it is measured again"))
+    assert [last.crossover(name, few, many) for name in "yz"] == [4, 4]
+
+
+def test_a_border_that_two_disturbed_loads_have_confirmed_holds_for_a_week(tmp_path: Path) -> None:
+    disturbed = costing(lambda rows: 9.0 * rows, lambda rows: 5.0)
+    clean = costing(lambda rows: rows, lambda rows: 5.0)
+
+    def load(seconds: Seconds) -> int:
+        crossovers = patient(tmp_path, "a", seconds)
+        found = crossovers.crossover("x", few, many)
+        crossovers.keep()
+        return found
+
+    def age(days: float) -> None:
+        (file,) = tmp_path.iterdir()
+        os.utime(file, (time.time() - days * 24 * 3600,) * 2)
+
+    assert [load(disturbed), load(disturbed), load(clean)] == [0, 0, 0]
+    age(6.9)
+    assert load(clean) == 0
+    age(7.1)
+    assert [load(clean), load(clean), load(disturbed)] == [4, 4, 4], "two clean loads have confirmed it"
+    age(7.1)
+    assert [load(disturbed), load(clean), load(clean), load(disturbed)] == [0, 4, 4, 4], "one disturbed look is mended"
 
 
 @pytest.mark.parametrize(("per_second", "max_seconds"), [(13_000, 0.55), (8000, math.inf)])
