@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from forked_servers import ForkedServer
 from paths import TESTS
 from process_log import ProcessLog
 from relay_helpers import HANDLERS
@@ -36,15 +37,9 @@ class UnreadServer:
     """A server whose log is read up to the line that says that the model is ready, and not from then on."""
 
     def __init__(self, directory: Path) -> None:
-        path = os.pathsep.join([HANDLERS, str(TESTS.parent)])
-        self.process = subprocess.Popen(
-            [sys.executable, str(TESTS / "models" / "fault_server.py"), str(make_model(directory / "model"))],
-            stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
-            bufsize=0,
-        )
-        assert self.process.stderr is not None
-        self.log = self.process.stderr
+        self.process = ForkedServer([str(make_model(directory / "model"))], os.environ, "worker")
+        self.log = os.fdopen(os.dup(self.process.stderr.fileno()), "rb", buffering=0)
+        self.process.stderr.close()
         port = ""
         while b"] ready: process" not in (line := self.log.readline()):
             assert line, "the server ended"
