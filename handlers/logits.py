@@ -22,8 +22,13 @@ def relative_error(computed: torch.Tensor, expected: torch.Tensor) -> float:
     return error * float("inf") if error else 0.0
 
 
-def refuse_equal(logits: torch.Tensor, model: str) -> None:
-    """Raise ModelLoadError if at each place all tokens have the same logit."""
+def refuse_broken(logits: torch.Tensor, model: str) -> None:
+    """Raise ModelLoadError if one is NaN, or if at each place all tokens have the same logit."""
+    if bool(logits.isnan().any()):
+        raise ModelLoadError(
+            f"{model} as it was loaded computes NaN for random tokens: its weights are damaged, or too large for"
+            " option.dtype; save or download the checkpoint again, or set option.dtype=fp32"
+        )
     if bool((logits.amax(dim=-1) == logits.amin(dim=-1)).all()):
         raise ModelLoadError(
             f"{model} finds all tokens equally likely after random ones: its output layer, or the whole checkpoint, has"

@@ -10,7 +10,7 @@ import torch
 from handlers.checkpoints.options import TransformersOptions
 from handlers.checkpoints.placement import main_device
 from handlers.checkpoints.transformers_loading import load_tokenizer
-from handlers.logits import refuse_equal, relative_error
+from handlers.logits import refuse_broken, relative_error
 from lmi_server.contract.errors import ModelLoadError, describe
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ def is_harmless(model: Any, pad_token: int) -> bool:
     """Return whether the logits of a short prompt stay the same beside a longer one.
 
     They change if the model counts positions from the first row of the batch, padding included (decoders of BART), or
-    lets an index choose the tokens to attend to. Raises ModelLoadError if the model cannot generate at all, or finds
-    all tokens equally likely.
+    lets an index choose the tokens to attend to. Raises ModelLoadError if the model cannot generate at all, computes
+    NaN, or finds all tokens equally likely.
     """
     text_config = model.config.get_text_config()
     if any(getattr(text_config, name, None) for name in _NUMBERS_CHOSEN):
@@ -51,7 +51,7 @@ def is_harmless(model: Any, pad_token: int) -> bool:
             f"{type(model).__name__} cannot generate text in static batches: {describe(error)};"
             " option.rolling_batch=vllm serves it if vLLM can"
         ) from error
-    refuse_equal(alone, type(model).__name__)
+    refuse_broken(alone, type(model).__name__)
     ids[0, :-_SHORT], mask[0, :-_SHORT] = pad_token, 0
     try:
         padded = _logits(model, ids, mask, pad_token)

@@ -10,7 +10,7 @@ import torch
 
 from handlers.checkpoints.blocks.free_cores import only_free_cores
 from handlers.checkpoints.placement import main_device
-from handlers.logits import refuse_equal, relative_error
+from handlers.logits import refuse_broken, relative_error
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
 from handlers.rolling_batch.schedule.page_table import PageTable
 from handlers.rolling_batch.schedule.plan import Chunk, Sequence, StepPlan
@@ -60,8 +60,8 @@ class LoadCheck:
     def compare(self, runner: ModelRunner) -> None:
         """Compute a chunk in one slot, a second one that continues from it in another slot, and decode the rest there.
 
-        Raises UnsupportedAttentionError if the logits differ by more than rounding, and ModelLoadError if all tokens
-        have the same logit, which every wrong model would equal.
+        Raises UnsupportedAttentionError if the logits differ by more than rounding, and ModelLoadError if one is
+        NaN, or if all tokens have the same logit, which every wrong model would equal.
         """
         length = max((length for length in self._expected if length <= runner.cache.max_len), default=0)
         if not length:
@@ -81,7 +81,7 @@ class LoadCheck:
             logits.append(runner.run(StepPlan([sequence], [], states=kept), set()).logits)
         for slot in {0, other}:
             runner.cache.trim(slot, 0)
-        refuse_equal(self._expected[length], self._name)
+        refuse_broken(self._expected[length], self._name)
         judge = self._judge_rounded if self._rounds_activations else self._judge
         # Keys and values in 8 bits add up to what bfloat16 does elsewhere.
         dtype = runner.dtype if runner.kept_dtype == runner.dtype else torch.bfloat16
@@ -111,11 +111,6 @@ class LoadCheck:
 
     @staticmethod
     def _judge(logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-        if expected.isnan().any():
-            raise UnsupportedAttentionError(
-                "the model as it was loaded computes NaN for random tokens; its weights are damaged, or too large for"
-                " option.dtype"
-            )
         error = relative_error(logits, expected)
         if not error <= _limit(dtype):  # NaN is an error too
             raise UnsupportedAttentionError(

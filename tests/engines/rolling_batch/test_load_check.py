@@ -81,8 +81,13 @@ def test_the_check_goes_beyond_chunks_of_attention() -> None:
 def test_weights_that_make_nan_are_named_as_the_cause(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.model.layers[1].mlp.down_proj.weight.data[3, 5] = torch.nan
-    with pytest.raises(ModelLoadError, match="computes NaN for random tokens; its weights are damaged"):
+    with pytest.raises(ModelLoadError) as refusal:
         load(saved_model(model, tmp_path))
+    assert "computes NaN for random tokens: its weights are damaged, or too large for option.dtype; save or" in (
+        refusal.value.message
+    )
+    assert "rolling_batch" not in refusal.value.message, "no other way to serve it has other weights"
+    assert not isinstance(refusal.value, RollingBatchError), "it would be loaded again for static batches"
 
 
 @pytest.mark.parametrize("quantize", [None, "q8_0"])

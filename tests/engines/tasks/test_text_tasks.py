@@ -62,6 +62,14 @@ def test_a_checkpoint_of_zeros_is_refused(tmp_path: Path) -> None:
         started(tmp_path, rolling_batch="disable")
 
 
+def test_weights_that_make_nan_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = torch.nan
+    saved_model(model, tmp_path)
+    with pytest.raises(ModelLoadError, match="computes NaN for random tokens: its weights are damaged, or too large"):
+        started(tmp_path, rolling_batch="disable")
+
+
 def test_a_model_whose_answers_padding_changes_is_not_padded(tmp_path: Path) -> None:
     """The decoder of BART counts positions from the first row of a batch, whatever its mask hides."""
     config = transformers.BartConfig(
