@@ -12,7 +12,14 @@ from handlers.cpu_kernels.blocks import integers, words
 from handlers.cpu_kernels.blocks.laid import groups_of
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, FIRST_PANEL, INPUTS, OUTPUTS, PANEL_WORDS, SECTION
 from handlers.cpu_kernels.blocks.products import address_of, multiply_row
-from handlers.cpu_kernels.blocks.unpacking import unpack
+from handlers.cpu_kernels.blocks.unpacking import (
+    FEWER_ROWS,
+    ROWS,
+    multiply_fewer,
+    multiply_unpacked,
+    unpack,
+    unpack_and_multiply,
+)
 from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import fill
 from handlers.cpu_kernels.intrinsics import (
@@ -36,8 +43,11 @@ _FEW_ROWS = 4  # are prepared by one thread: it takes no longer than to share th
 _COLUMNS = max(TILE_COLUMNS, OUTPUTS)  # of the panels that vector registers multiply at once
 _PANELS = _COLUMNS // OUTPUTS
 _LINE = 4 * OUTPUTS
+_BLOCK_WORDS = INPUTS // 2  # of bfloat16
+_LAID = 12  # blocks of bfloat16: 24 KiB, which stay in the L1 cache
 # A plain number has a type of its own: parts that are called with one would be compiled once more.
 _NONE, _ONE = np.int64(0), np.int64(1)
+_TILE_ROWS, _ROWS = np.int64(TILE_ROWS), np.int64(ROWS)
 _OF_GROUP, _WORDS_BYTES = np.int64(words.ROWS), np.int64(integers.WORDS_BYTES)
 
 
@@ -183,26 +193,28 @@ def _together(first_share, last_share, inputs, single, weight, bias, out, shares
 
 
 @kernel_part()
-def _multiply_in_vectors(rows, weight, bias, out, threads, words, like):
-    """Multiply rows, whose words hold elements of the type of `like`; a block has `words` of them.
-
-    The last rows, fewer than a tile, are padded with zeros.
-    """
-    shares, count = shares_of(threads), len(rows)
-    whole = count // TILE_ROWS * TILE_ROWS
-    rest = zeros((TILE_ROWS, rows.shape[1]), np.uint32)
-    for row in range(whole, count):
+def _last_rows(rows, of_tile):
+    """Return the last rows, which are fewer than a tile, padded with zeros."""
+    rest = zeros((of_tile, rows.shape[1]), np.uint32)
+    whole = len(rows) // of_tile * of_tile
+    for row in range(whole, len(rows)):
         for word in range(rows.shape[1]):
             rest[row - whole, word] = rows[row, word]
-    in_threads(_in_vectors, shares, (rows, rest, weight, bias, out, shares, words, like))
+    return rest
 
 
 @kernel_part()
-def _in_vectors(first_share, last_share, rows, rest, weight, bias, out, shares, words, like):
+def multiply_floats(rows, weight, bias, out, threads):
+    words, shares = words_of(_floats(rows)), shares_of(threads)
+    in_threads(_in_floats, shares, (words, _last_rows(words, _TILE_ROWS), weight, bias, out, shares))
+
+
+@kernel_part()
+def _in_floats(first_share, last_share, rows, rest, weight, bias, out, shares):
     """Compute some shares of the panels; `rest` has the rows of the last tile, if it is not whole."""
-    count, blocks, panels = len(out), rows.shape[1] // words, -(-out.shape[1] // OUTPUTS)
-    whole, groups = count // TILE_ROWS * TILE_ROWS, -(-panels // _PANELS)
-    laid = zeros((SECTION * words, _COLUMNS), np.uint32)
+    count, blocks, panels = len(out), rows.shape[1] // INPUTS, -(-out.shape[1] // OUTPUTS)
+    whole, groups, like = count // TILE_ROWS * TILE_ROWS, -(-panels // _PANELS), np.float32(0)
+    laid = zeros((SECTION * INPUTS, _COLUMNS), np.uint32)
     sums = empty((min(-(-count // TILE_ROWS) * TILE_ROWS, _MAX_ROWS), _COLUMNS), np.float32)
     for first in range(0, count, _MAX_ROWS):
         last = min(first + _MAX_ROWS, count)
@@ -218,8 +230,51 @@ def _in_vectors(first_share, last_share, rows, rest, weight, bias, out, shares, 
                     totals = sums[begin - first : begin - first + TILE_ROWS]
                     for column in range(0, _COLUMNS, TILE_COLUMNS):
                         right = laid[:, column:]
-                        add_product(left, block * words, of_section * words, right, totals, column, like)
+                        add_product(left, block * INPUTS, of_section * INPUTS, right, totals, column, like)
             write_sums(sums, bias, out, first, last, group * _COLUMNS)
+
+
+@kernel_part()
+def _multiply_words(rows, weight, bias, out, threads):
+    words, shares = words_of(rows), shares_of(threads)
+    in_threads(_in_words, shares, (words, _last_rows(words, _ROWS), weight, bias, out, shares))
+
+
+@kernel_part()
+def _in_words(first_share, last_share, rows, rest, weight, bias, out, shares):
+    """Compute the panels of some shares; `rest` has the rows of the last tile, if it is not whole.
+
+    The first rows are multiplied while a panel is unpacked, a section at a time.
+    """
+    count, blocks, panels = len(out), rows.shape[1] // _BLOCK_WORDS, -(-out.shape[1] // OUTPUTS)
+    whole, stride = count // ROWS * ROWS, 4 * rows.shape[1]
+    laid = empty((_LAID * _BLOCK_WORDS, OUTPUTS), np.uint32)
+    sums = empty((min(-(-count // ROWS) * ROWS, _MAX_ROWS), OUTPUTS), np.float32)
+    for first in range(0, count, _MAX_ROWS):
+        last = min(first + _MAX_ROWS, count)
+        for panel in range(panels * first_share // shares, panels * last_share // shares):
+            fill(sums, np.float32(0))
+            for block in range(0, blocks, _LAID):
+                of_section = min(_LAID, blocks - block)
+                for begin in range(first, last, ROWS):
+                    inputs = address_of(rows[begin]) if begin < whole else address_of(rest)
+                    inputs += np.uintp(4 * _BLOCK_WORDS * block)
+                    totals = address_of(sums[begin - first])
+                    if begin == first:
+                        _unpack_and_multiply(weight, panel, block, of_section, address_of(laid), inputs, stride, totals)
+                    elif last - begin > FEWER_ROWS:
+                        multiply_unpacked(of_section * _BLOCK_WORDS, address_of(laid), inputs, stride, totals)
+                    else:
+                        multiply_fewer(of_section * _BLOCK_WORDS, address_of(laid), inputs, stride, totals)
+            _write_block(sums, bias, out, first, last, panel * OUTPUTS)
+    laid[0, 0] = 0  # numba frees an array after its last use, and does not see those by address
+
+
+@kernel_part(is_separate=True)
+def _unpack_and_multiply(weight, panel, first, blocks, target, inputs, stride, sums):
+    place = FIRST_PANEL + PANEL_WORDS * panel
+    source = address_of(weight) + np.uintp(weight[place + 1])
+    unpack_and_multiply(weight[place], source, first, blocks, target, inputs, stride, sums)
 
 
 @kernel_part()
@@ -292,17 +347,6 @@ def _multiply_in_tile_registers(rows, weight, bias, out, threads):
         in_threads(_one_block_of_rows, shares, arguments)
     else:
         in_threads(_many_blocks_of_rows, shares, arguments)
-
-
-@kernel_part()
-def _multiply_words(rows, weight, bias, out, threads):
-    _multiply_in_vectors(words_of(rows), weight, bias, out, threads, INPUTS // 2, out.dtype.type(0))
-
-
-@kernel_part()
-def multiply_floats(rows, weight, bias, out, threads):
-    words = words_of(_floats(rows))
-    _multiply_in_vectors(words, weight, bias, out, threads, INPUTS, np.float32(0))
 
 
 @kernel_part()
