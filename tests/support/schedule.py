@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-# Files whose tests share servers of the session run in one process, as if they were one file. So do files whose servers
-# are forks of one process that has imported transformers (forked_servers.py).
+# Files whose tests share servers of the session run in one process, as if they were one file, and so do others that
+# import vLLM. So do files whose servers are forks of one process that has imported transformers (forked_servers.py).
 _LIKE_TEST_VLLM = (
+    "engines/vllm/test_adapters",
     "engines/vllm/test_constraint_bounds",
+    "engines/vllm/test_drivers",
     "engines/vllm/test_images",
+    "engines/vllm/test_library",
     "engines/vllm/test_lmi_dist",
+    "engines/vllm/test_media",
+    "engines/vllm/test_ranks",
+    "engines/vllm/test_requests",
+    "engines/vllm/test_versions",
     "engines/vllm/test_vllm_openai",
     "engines/vllm/test_vllm_pooling",
     "http/test_clients",
@@ -37,12 +44,9 @@ _FORKS_WITH_TRANSFORMERS = (
     "http/test_tools",
     "packaging/test_gpu_check",
 )
-# What most of these take is the import of vLLM.
-_IMPORTING_VLLM = ("adapters", "drivers", "library", "media", "ranks", "requests", "versions")
 AS_ONE_FILE = {
     "tests/commands/test_partition.py": "tests/engines/deepspeed/test_deepspeed.py",
     "tests/packaging/test_installed.py": "tests/packaging/test_one_extra.py",
-    **{f"tests/engines/vllm/test_{name}.py": "tests/engines/vllm/test_library.py" for name in _IMPORTING_VLLM},
     **{f"tests/{name}.py": "tests/engines/vllm/test_vllm.py" for name in _LIKE_TEST_VLLM},
     **{f"tests/{name}.py": "tests/engines/rolling_batch/test_lmi_requests.py" for name in _FORKS_WITH_TRANSFORMERS},
 }
