@@ -50,6 +50,8 @@ LIBRARIES = {
         *("handlers.huggingface.model", "handlers.rolling_batch.engine_loading", "handlers.tasks.task_loading"),
         *("handlers.tasks.text_tasks", "handlers.tasks.transformers_pipeline", "handlers.tasks.encoders.embedding"),
         *("transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert"),
+        *("handlers.rolling_batch.fused.cpu_rows", "handlers.cpu_kernels.attention.chunks"),
+        *("handlers.cpu_kernels.attention.decoding", "handlers.cpu_kernels.linear"),
     ),
     "deepspeed": (
         *("deepspeed", "handlers.deepspeed.model", "handlers.deepspeed.tasks", "handlers.rolling_batch.engine_loading"),
@@ -78,6 +80,8 @@ def install(libraries: str) -> None:
         draw_names_of_actors_late()
     for name in LIBRARIES[libraries]:
         import_module(name)
+    if libraries == "transformers":  # numba's own modules, which the first kernel of a process would import
+        import_module("numba.core.registry").cpu_target.target_context.refresh()
     for spec in HANDLERS:  # a thread of the server that imports one would keep its lock in a fork for ever
         load_class(spec.options)
     model_imports.freeze_libraries()
