@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lmi_server.files.regular_files import read_regular
+
 AUTO = "auto"
 TOOL_PARSERS = (
     "deepseek_v3",
@@ -112,7 +114,7 @@ def _by_name(templates: Any) -> str | Mapping[str, str] | None:
 
 def _field(path: Path, name: str) -> Any:
     try:
-        decoded = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        decoded = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
         return None
     return decoded.get(name) if isinstance(decoded, dict) else None

@@ -13,6 +13,7 @@ from lmi_server.artifacts.location import HubModel, names_model_file, parse_loca
 from lmi_server.artifacts.progress import show_progress
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.machine.inventory import Machine
 from lmi_server.serving.models.fetch_model import fetch_directory
 from lmi_server.serving.models.model_store import ModelSource, is_spec, named_source
@@ -25,8 +26,11 @@ def local_model(argument: str, environment: Mapping[str, str]) -> ModelSource:
     server, for the server to find. Raises ConfigurationError.
     """
     source = named_source(argument)
-    if not is_spec(argument) and not Path(source.url).is_file() and not names_model_file(source.url):
-        return source  # a directory; if it is missing, the reader of its configuration says so
+    try:
+        if not is_spec(argument) and not Path(source.url).is_file() and not names_model_file(source.url):
+            return source  # a directory; if it is missing, the reader of its configuration says so
+    except OSError as error:  # such as a name that is too long for the file system
+        raise ConfigurationError(f'model "{excerpt(source.url)}" cannot be looked up: {error.strerror}') from error
     try:
         return asyncio.run(_fetch(source, environment, artifact_settings(None, environment)))
     except ValueError as error:

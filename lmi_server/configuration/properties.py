@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.files.regular_files import read_regular
 
 _BLANKS = " \t\f"
 _LINE_END = re.compile(r"\r\n|\r|\n")  # not str.splitlines, which knows more line ends than Java does
@@ -40,7 +41,7 @@ class Properties:
 def read_properties(path: Path) -> Properties:
     """Read the file at `path`. Raises ConfigurationError if it cannot be read or holds a malformed escape."""
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
     text, warnings = decode_properties(data, str(path))

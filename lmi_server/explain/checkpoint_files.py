@@ -12,6 +12,9 @@ from typing import Any
 from lmi_server.configuration.model_directory.checkpoint import IS_POINTER, is_pointer
 from lmi_server.configuration.model_directory.gguf import read_gguf
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.files.regular_files import read_regular
+
+_MAX_INDEX_BYTES = 1 << 26
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -50,9 +53,9 @@ def pipeline_faults(index: Path) -> Iterator[str]:
     `index` is its model_index.json, which names the parts, each in a directory of its own.
     """
     try:
-        parts = json.loads(index.read_text(encoding="utf-8"))
+        parts = json.loads(read_regular(index))
         names = [name for name, value in parts.items() if isinstance(value, list) and None not in value]
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         yield f"{index}: cannot be read: {error}; copy it again"
         return
     for name in names:
@@ -84,8 +87,8 @@ def _has_tokenizer(directory: Path) -> bool:
 
 def _tokenizer_class(directory: Path) -> str:
     try:
-        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = json.loads(read_regular(directory / "tokenizer_config.json"))
+    except (OSError, ValueError, RecursionError):
         return ""
     return str(config.get("tokenizer_class")) if isinstance(config, dict) else ""
 
@@ -107,8 +110,8 @@ def _pointers(directory: Path) -> Iterator[str]:
 def _shards(index: Path) -> list[Path]:
     """Return the files that an index names; none if there is no index that can be read."""
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = json.loads(read_regular(index, _MAX_INDEX_BYTES))["weight_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
     return [index.parent / str(name) for name in names]
 

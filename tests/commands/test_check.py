@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from lmi_server.commands.cli import app
 
+INDEX = "model.safetensors.index.json"
+
 
 def model(directory: Path, text: str) -> str:
     directory.mkdir()
@@ -57,6 +59,35 @@ def test_one_wrong_model_of_several_fails(right: str, wrong: str, elsewhere: str
     assert f"{right}: 0 warnings, no problem" in printed
     assert run(right, elsewhere)[0] == 2
     assert run(str(Path(right).parent / "missing"), right)[0] == 1
+
+
+def test_a_name_that_is_too_long_is_refused() -> None:
+    code, printed = run("a" * 5000)
+    assert code == 1
+    assert printed.startswith('model "/')
+    assert printed.endswith(' characters)" cannot be looked up: File name too long\n')
+    assert len(printed) < 200
+
+
+@pytest.mark.parametrize("name", ["serving.properties", "config.json", "tokenizer_config.json", INDEX])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    directory = Path(model(tmp_path / "piped", "engine=Python\n")).parent
+    (directory / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+    code, printed = run(str(directory))
+    assert code == 1
+    assert "Traceback" not in printed
+
+
+def test_an_index_of_any_depth_is_read(tmp_path: Path) -> None:
+    directory = Path(model(tmp_path / "deep", "engine=Python\n")).parent
+    (directory / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (directory / INDEX).write_text("[" * 100_000)
+    code, printed = run(str(directory))
+    assert code == 1
+    assert "Traceback" not in printed
+    assert f"{INDEX}: is cut" in printed
 
 
 def test_a_value_controls_no_terminal(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,21 @@ def test_utf16_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes("a=1".encode("utf-16"))
     with pytest.raises(ConfigurationError, match="save it as UTF-8"):
+        read_properties(path)
+
+
+def test_a_pipe_and_a_device_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigurationError, match=f"{path}: cannot be read: is a pipe or a device; put a file"):
+            read_properties(path)
+
+
+def test_a_far_too_large_file_is_not_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigurationError, match=f"{path}: cannot be read: is larger than 16 MiB; make it shorter"):
         read_properties(path)
 
 
