@@ -23,7 +23,7 @@ _PROC = Path("/proc")
 _RESOURCE_TRACKER = "from multiprocessing.resource_tracker import main"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PASSES = 3  # a process may start a child between the listing and its end
-_ENDED = (b"Z", b"X")  # zombies, and what the system is about to forget
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _GONE = (psutil.Error, ProcessLookupError)  # or hidden from this user
 
 
@@ -133,19 +133,9 @@ def _running() -> dict[int, _Process]:
 
     Raises OSError if they cannot be listed, for example because no file descriptor is free.
     """
-    pids = [int(name) for name in os.listdir(_PROC) if name.isdecimal()]
-    return {pid: process for pid in pids if (process := _process(pid)) is not None}
-
-
-def _process(pid: int) -> _Process | None:
-    """Return None for a process that has ended, or that is hidden from this user.
-
-    psutil reads more files of each process: that was a fifth of what a server takes that ends after a few requests.
-    """
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        # The name, field 2, is in parentheses and may have any bytes. Fields 3 to 6: state, parent, group, session.
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
-        if state not in _ENDED:
-            return _Process(int(parent), int(session))
-    return None
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(*_GONE), process.oneshot():
+            if process.status() not in _ENDED:
+                found[process.pid] = _Process(process.ppid(), os.getsid(process.pid))
+    return found
