@@ -90,11 +90,11 @@ class ServerCalls:
 
 def address(url: str) -> tuple[str, int, str, ssl.SSLContext | None]:
     """Return host, port, path and the TLS of a URL. Raises ConfigurationError if it is not http or https."""
-    parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
         port = parts.port
     except ValueError as error:
-        raise ConfigurationError(f"{url} is no URL: {error}") from error
+        raise ConfigurationError(f"{url} is no URL: {error}; allowed: http://HOST:PORT, https://HOST:PORT") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigurationError(f"{url} is no URL of a server; allowed: http://HOST:PORT, https://HOST:PORT")
     tls = ssl.create_default_context() if parts.scheme == "https" else None

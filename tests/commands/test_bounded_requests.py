@@ -14,6 +14,7 @@ import pytest
 from lmi_server.client.bounded_requests import open_within, read_whole
 from lmi_server.client.server_calls import ServerCalls, UnreachableError
 from lmi_server.commands.live import model_figures
+from lmi_server.contract.errors import ConfigurationError
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
@@ -82,3 +83,10 @@ def test_a_redirect_leads_to_no_other_protocol() -> None:
 def test_without_a_limit_an_answer_is_waited_for() -> None:
     with dripping(HEAD + b"Content-Length: 20\r\n\r\n", b"a") as url, open_within(None, Request(url)) as answer:
         assert read_whole(answer) == b"a" * 20
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://h:x", "ftp://h", "http://"])
+def test_what_is_no_url_is_refused_with_what_is_allowed(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"allowed: http://HOST:PORT, https://HOST:PORT") as error:
+        ServerCalls(url, {})
+    assert error.value.message.startswith(f"{url} is no URL")
