@@ -71,9 +71,9 @@ def format_user_error(error: BaseException, model_dir: str) -> str:
 
     The file is relative to `model_dir`. A long message is shortened.
     """
-    what = shorten(describe(error))
     if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{_inside(error.filename, model_dir)}:{error.lineno}: {type(error).__name__}: {error.msg}"
+        return shorten(f"{_inside(error.filename, model_dir)}:{error.lineno}: {type(error).__name__}: {error.msg}")
+    what = shorten(describe(error))
     place = place_of(error, model_dir)
     return f"{place}: {what}" if place else what
 

@@ -6,8 +6,8 @@ import io
 import socket
 import time
 from collections.abc import Callable
-from http.client import HTTPConnection, HTTPResponse, HTTPSConnection, IncompleteRead
-from typing import Any, cast
+from http.client import HTTPConnection, HTTPMessage, HTTPResponse, HTTPSConnection, IncompleteRead, InvalidURL
+from typing import IO, Any, cast
 from urllib.error import HTTPError
 from urllib.request import (
     BaseHandler,
@@ -39,11 +39,14 @@ def open_within(timeout_s: float | None, request: Request) -> HTTPResponse:
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     opener = OpenerDirector()  # build_opener would also follow a redirect to FTP, which has no such end
-    usual = (ProxyHandler, UnknownHandler, HTTPDefaultErrorHandler, HTTPRedirectHandler, HTTPErrorProcessor)
-    handlers: list[BaseHandler] = [_Http(end), _Https(end), *(kind() for kind in usual)]
+    usual = (ProxyHandler, UnknownHandler, HTTPDefaultErrorHandler, HTTPErrorProcessor)
+    handlers: list[BaseHandler] = [_Http(end), _Https(end), _Redirects(), *(kind() for kind in usual)]
     for handler in handlers:
         opener.add_handler(handler)
-    return cast(HTTPResponse, opener.open(request, timeout=timeout_s))
+    try:
+        return cast(HTTPResponse, opener.open(request, timeout=timeout_s))
+    except ValueError as error:  # of the host, or of the URL of a redirect
+        raise InvalidURL(str(error)) from error
 
 
 def read_whole(answer: HTTPResponse | HTTPError) -> bytes:
@@ -56,6 +59,18 @@ def read_whole(answer: HTTPResponse | HTTPError) -> bytes:
     if length is not None and len(data) < length:
         raise IncompleteRead(bytes(data), length - len(data))
     return bytes(data)
+
+
+class _Redirects(HTTPRedirectHandler):
+    """Follows redirects without their bodies, which the usual handler reads whole, however large they are."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
+    ) -> Request | None:
+        request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        answer = cast(HTTPResponse, fp)
+        answer.chunked, answer.length = False, 0
+        return request
 
 
 class _Http(HTTPHandler):

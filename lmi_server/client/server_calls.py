@@ -17,11 +17,14 @@ import typer
 
 from lmi_server.client.bounded_requests import TooLargeAnswerError, open_within, read_whole
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.contract.texts.quoting import shorten
+from lmi_server.contract.texts.quoting import excerpt, shorten
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 Headers = Annotated[list[str] | None, typer.Option(help="A header of each request, 'name: value'.")]
 """The option --header of commands."""
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^`|~\w-]+", re.ASCII)
+_HEADER_VALUE = re.compile(r"[\t -~\xa0-\xff]*")
+_PATH = re.compile(r"[!-~]*")
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+.\deE]*\d|NaN|[-+]Inf)(?: \d+)?")
 
 
@@ -68,7 +71,7 @@ class ServerCalls:
             return open_within(timeout_s, request)
         except HTTPError as error:
             with error:
-                message = error_message(self._read(error)) or f"{self.url}{path}: {error}"
+                message = error_message(self._read(error)) or _on_one_line(f"{self.url}{path}: {error}")
                 raise ConfigurationError(f"{message}{remedy(error)}") from error
         except (OSError, HTTPException) as error:
             raise UnreachableError(self._failure(error)) from error
@@ -85,7 +88,7 @@ class ServerCalls:
 
     def _failure(self, error: Exception) -> str:
         reason = error.reason if isinstance(error, URLError) else error
-        return f"{self.url} does not answer: {reason}"
+        return _on_one_line(f"{self.url} does not answer: {reason}")
 
 
 def address(url: str) -> tuple[str, int, str, ssl.SSLContext | None]:
@@ -93,21 +96,25 @@ def address(url: str) -> tuple[str, int, str, ssl.SSLContext | None]:
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         port = parts.port
+        (parts.hostname or "").encode("idna")
     except ValueError as error:
         raise ConfigurationError(f"{url} is no URL: {error}; allowed: http://HOST:PORT, https://HOST:PORT") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not _PATH.fullmatch(parts.path):
         raise ConfigurationError(f"{url} is no URL of a server; allowed: http://HOST:PORT, https://HOST:PORT")
     tls = ssl.create_default_context() if parts.scheme == "https" else None
     return parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls
 
 
 def parse_headers(headers: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return names and values of `name: value`. Raises ConfigurationError if one has no name or no colon."""
+    """Return names and values of `name: value`. Raises ConfigurationError if one is none that HTTP can send."""
     pairs = [header.partition(":") for header in headers]
-    for name, separator, _ in pairs:
-        if not (name and separator):
-            raise ConfigurationError(f'--header "{name}" is not allowed; allowed: "name: value"')
-    return tuple((name.strip(), value.strip()) for name, _, value in pairs)
+    given = tuple((name.strip(), value.strip()) for name, _, value in pairs)
+    for (_, separator, _), (name, value) in zip(pairs, given, strict=True):
+        if not (separator and _HEADER_NAME.fullmatch(name)):
+            raise ConfigurationError(f'--header "{excerpt(name)}" is not allowed; allowed: "name: value"')
+        if not _HEADER_VALUE.fullmatch(value):  # which may be a key: the message does not have it
+            raise ConfigurationError(f'the value of --header "{name}" is not allowed; allowed: one line in Latin-1')
+    return given
 
 
 def error_message(body: bytes) -> str:
@@ -117,6 +124,10 @@ def error_message(body: bytes) -> str:
         text = str(found["message"] if "message" in found else found["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
         text = body.decode("utf-8", "replace")
+    return _on_one_line(text)
+
+
+def _on_one_line(text: str) -> str:
     return shorten(re.sub(r"\s+", " ", text).strip())
 
 

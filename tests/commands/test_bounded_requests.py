@@ -12,7 +12,7 @@ from urllib.request import Request
 import pytest
 
 from lmi_server.client.bounded_requests import open_within, read_whole
-from lmi_server.client.server_calls import ServerCalls, UnreachableError
+from lmi_server.client.server_calls import ServerCalls, UnreachableError, parse_headers
 from lmi_server.commands.live import model_figures
 from lmi_server.contract.errors import ConfigurationError
 
@@ -40,6 +40,25 @@ def dripping(at_once: bytes, piece: bytes) -> Iterator[str]:
             assert not dripped.done(), "the server was still at it"
         finally:
             ended.set()
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Yield the URL of a server that answers each request so, and closes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def answer_all() -> None:
+            while True:
+                with listener.accept()[0] as connection:
+                    if not connection.recv(65536):
+                        return
+                    connection.sendall(answer)
+
+        threads.submit(answer_all)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            socket.create_connection(listener.getsockname()).close()
 
 
 @pytest.mark.parametrize(
@@ -78,6 +97,49 @@ def test_a_redirect_leads_to_no_other_protocol() -> None:
     elsewhere = b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: ftp://127.0.0.1:1/\r\n\r\n"
     with dripping(elsewhere, b"") as url, pytest.raises(OSError, match="unknown url type: ftp"):
         open_within(60, Request(url))
+
+
+@pytest.mark.parametrize("place", [b"http://[::1/", b"http://.x/", b"http://%s/" % (b"a" * 64), b"http://\xff/"])
+def test_a_redirect_to_what_is_no_url_is_no_answer(place: bytes) -> None:
+    head = b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: %s\r\n\r\n" % place
+    with dripping(head, b"") as url, pytest.raises(UnreachableError, match=f"{url} does not answer: "):
+        ServerCalls(url, {}).json("GET", "/", 60)
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 1000000000000", b"Transfer-Encoding: chunked"])
+def test_a_redirect_is_followed_before_its_body_comes(length: bytes) -> None:
+    with dripping(HEAD + b"Content-Length: 2\r\n\r\n{}", b"") as url:
+        to_it = b"HTTP/1.1 302 Found\r\n%s\r\nLocation: %s/\r\n\r\n1\r\n" % (length, url.encode())
+        with dripping(to_it, b"") as first:
+            assert ServerCalls(first, {}).json("GET", "/", 60) == {}
+
+
+def test_a_redirect_in_a_circle_is_refused_on_one_line() -> None:
+    head = b"HTTP/1.1 302 Found\r\nContent-Length: 1000\r\nLocation: /?a\r\n\r\n"
+    with answering(head) as url, pytest.raises(ConfigurationError, match="infinite loop") as refusal:
+        ServerCalls(url, {}).json("GET", "/", 60)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://.x", "http://a:b", "http://a/b c", "http://a/\xfc", "http://a/\udcff"]
+)
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no URL"):
+        ServerCalls(url, {})
+
+
+@pytest.mark.parametrize("header", ["x-key: \u6f22", "x-key: a\r\nx: b", "x-key: \udcff", "x-key: a\x00"])
+def test_a_header_that_cannot_be_sent_is_refused_without_its_value(header: str) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        parse_headers([header])
+    assert str(refusal.value) == 'the value of --header "x-key" is not allowed; allowed: one line in Latin-1'
+
+
+@pytest.mark.parametrize("name", ["", " ", "\xfc", "a b", "a\nb"])
+def test_the_name_of_a_header_is_a_token(name: str) -> None:
+    with pytest.raises(ConfigurationError, match='allowed: "name: value"'):
+        parse_headers([f"{name}: b"])
 
 
 def test_without_a_limit_an_answer_is_waited_for() -> None:

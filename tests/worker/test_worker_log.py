@@ -10,6 +10,7 @@ import pytest
 from own_code_helpers import make_own
 from server_helpers import Server, make_model, running
 
+from handlers.user_code import format_user_error
 from lmi_server.worker.log import RecordFormatter
 
 FORGED = "x\n[METRICS]Forged.Count:1|#a:b|c\nERROR forged: line\r[METRICS]Forged.Count:1|c\x1b[2J\u202e"
@@ -82,6 +83,12 @@ def test_a_long_message_leaves_room_for_the_lines_of_the_code() -> None:
     assert lines[-1].startswith("  ValueError: a b")
     assert lines[-1].endswith("... (3000013 characters)")
     assert len(text) < 10_000
+
+
+@pytest.mark.parametrize("place", [("model.py", 1, 1, ""), ("m" * 1_000_000, 1, 1, ""), None])
+def test_a_long_error_of_syntax_is_cut_in_what_a_request_or_a_load_reports(place: object) -> None:
+    error = SyntaxError("a b" * 1_000_000, *([] if place is None else [place]))
+    assert len(format_user_error(error, "/model")) < 10_000
 
 
 @pytest.mark.parametrize("message", ["[METRICS]a.Count:1", "%s"])
