@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from handlers.logits import refuse_equal, relative_error
+from handlers.logits import refuse_broken, relative_error
 from lmi_server.contract.errors import ModelLoadError
 
 
@@ -31,7 +31,13 @@ def test_without_a_spread_it_is_a_share_of_the_size() -> None:
 def test_a_model_that_finds_all_tokens_equally_likely_is_refused(value: float) -> None:
     logits = torch.full((4, 259), value)
     with pytest.raises(ModelLoadError, match="Tiny finds all tokens equally likely after random ones"):
-        refuse_equal(logits, "Tiny")
+        refuse_broken(logits, "Tiny")
     logits[3, 5] += 0.5
-    refuse_equal(logits, "Tiny")
-    refuse_equal(logits * torch.nan, "Tiny")
+    refuse_broken(logits, "Tiny")
+
+
+def test_a_model_that_computes_nan_is_refused() -> None:
+    logits = torch.zeros(4, 259)
+    logits[3, 5] = torch.nan
+    with pytest.raises(ModelLoadError, match=r"Tiny as it was loaded computes NaN .* option\.dtype=fp32"):
+        refuse_broken(logits, "Tiny")
