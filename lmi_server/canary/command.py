@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 import typer
 
-from lmi_server.client.numbers import count, factor, fraction, seconds
+from lmi_server.client.numbers import NumberFlag, count, factor, fraction, number_option, seconds
 from lmi_server.client.server_calls import DEFAULT_URL, Headers, ServerCalls, parse_headers
 from lmi_server.client.terminal import plain_configuration_errors
 from lmi_server.commands import reload as plain
@@ -38,7 +38,9 @@ def reload_model(
     ] = None,
     max_shift: Annotated[
         float | None,
-        factor("--max-shift", "With --shadow: nats by which log-probabilities may differ in the mean."),
+        number_option(
+            NumberFlag("--max-shift", 0), "With --shadow: nats by which log-probabilities may differ in the mean."
+        ),
     ] = None,
     max_client: Annotated[
         float | None,

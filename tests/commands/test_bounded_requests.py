@@ -40,6 +40,7 @@ def dripping(at_once: bytes, piece: bytes) -> Iterator[str]:
             assert not dripped.done(), "the server was still at it"
         finally:
             ended.set()
+            listener.shutdown(socket.SHUT_RDWR)  # without a request, accept would wait without end
 
 
 @contextlib.contextmanager

@@ -90,3 +90,8 @@ def test_what_is_allowed(flag: NumberFlag, taken: list[str], refused: list[str],
         with pytest.raises(ConfigurationError) as error:
             flag.parse(text)
         assert error.value.message == f'--n "{text}" is not allowed; allowed: {allowed}'
+
+
+def test_no_shift_of_log_probabilities_at_all_is_a_limit() -> None:
+    words = ("reload", "model", "--shadow", "--max-shift", "0", "--url", "http://127.0.0.1:1")
+    assert "http://127.0.0.1:1 does not answer" in CliRunner().invoke(app, words).stderr
