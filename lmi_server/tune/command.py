@@ -55,7 +55,12 @@ def tune(
         list[str] | None,
         typer.Option(help="What to try: NAME=8,16,32 or NAME=LOW:HIGH or NAME=LOW:HIGH:STEP; once per key."),
     ] = None,
-    trials: Annotated[int, numbers.count("--trials", "Settings to try, those of earlier calls included.")] = 40,
+    trials: Annotated[
+        int,
+        numbers.count(
+            "--trials", "Settings to try, those of earlier calls included; 0 measures the configuration as it is.", 0
+        ),
+    ] = 40,
     use_grid: Annotated[
         bool, typer.Option("--grid", help="Try all combinations, as vLLM's auto_tune.sh does.")
     ] = False,
