@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -36,8 +36,26 @@ def use_large_pages(arrays: Iterable[np.ndarray]) -> int:
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     moved = 0
-    for page, used in covered.items():
-        if used > _PAGE // 2:
-            advise(page * _PAGE, _PAGE, _HUGEPAGE)
-            moved += advise(page * _PAGE, _PAGE, _COLLAPSE) == 0
+    for first, count in _ranges(sorted(page for page, used in covered.items() if used > _PAGE // 2)):
+        advise(first * _PAGE, count * _PAGE, _HUGEPAGE)
+        # Before each call the kernel empties the buffers of all cores. One for each page took 0.4 to 0.6 s for the 270
+        # MB of SmolLM2-135M where one for all takes 0.08. One page that cannot be moved makes a call fail.
+        if advise(first * _PAGE, count * _PAGE, _COLLAPSE) == 0:
+            moved += count
+        else:
+            moved += sum(advise(page * _PAGE, _PAGE, _COLLAPSE) == 0 for page in range(first, first + count))
     return moved
+
+
+def _ranges(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first one of each row of pages that follow each other, and how many they are; the pages are sorted."""
+    first = count = 0
+    for page in pages:
+        if count and page == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = page, 1
+    if count:
+        yield first, count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import platform
 import re
@@ -9,10 +10,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from handlers.rolling_batch.cpu.large_pages import use_large_pages
 
 PAGE = 2**21
+_FIXED = 0x10  # MAP_FIXED
 
 
 def large_bytes() -> int:
@@ -44,6 +47,21 @@ def test_memory_is_moved_and_keeps_its_contents() -> None:
             assert time.monotonic() < deadline
             time.sleep(1.0)
         assert np.array_equal(room, expected)
+
+
+def test_a_page_that_cannot_be_moved_keeps_no_other_from_it(tmp_path: Path) -> None:
+    whole, room = memory(4), memory(4)
+    if use_large_pages([whole]) < 4:
+        pytest.skip("the machine has no large pages at once")
+    place = ctypes.CDLL(None).mmap
+    place.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    place.restype = ctypes.c_void_p
+    with open(tmp_path / "page", "w+b") as file:
+        file.truncate(PAGE)
+        at = room.ctypes.data + PAGE
+        assert place(at, PAGE, mmap.PROT_READ, mmap.MAP_PRIVATE | _FIXED, file.fileno(), 0) == at
+    assert use_large_pages([room]) == 3
+    assert use_large_pages([whole[:PAGE], whole[2 * PAGE :]]) == 3
 
 
 def test_pages_that_belong_to_others_for_the_most_part_stay() -> None:
