@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 from artifact_helpers import BUCKET, S3, s3_server
+from forked_servers import SCRIPT
 from server_helpers import Server, connect, make_model, raw_request, received, running, serving
 from waiting import wait_until
 
@@ -158,7 +159,7 @@ def test_a_registration_whose_model_is_downloaded(silent: dict[str, str], tmp_pa
 def test_a_registration_whose_configuration_is_never_read(tmp_path: Path) -> None:
     """A thread that reads cannot be stopped."""
     (tmp_path / "stuck").mkdir()
-    os.mkfifo(tmp_path / "stuck" / "serving.properties")
+    os.mkfifo(tmp_path / "stuck" / "never_read")
     with serving(tmp_path, variables=DRAIN) as server:
         assert refusal(server, "/models", url=str(tmp_path / "stuck"), model_name="stuck") == SHUTTING_DOWN
 
@@ -167,8 +168,8 @@ def test_the_interpreter_does_not_wait_for_a_thread_that_reads(tmp_path: Path) -
     directory = make_model(tmp_path / "model")
     stuck = tmp_path / "stuck"
     stuck.mkdir()
-    os.mkfifo(stuck / "serving.properties")
-    command = [sys.executable, "-m", "lmi_server", "serve", str(directory), "--port", "0"]
+    os.mkfifo(stuck / "never_read")
+    command = [sys.executable, str(SCRIPT), str(directory)]
     with subprocess.Popen(command, env=os.environ | DRAIN, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         port = next(found[1] for line in process.stderr if (found := re.search(r"listening on .*:(\d+)$", line)))
@@ -218,7 +219,7 @@ def test_clients_that_do_not_read(tmp_path: Path) -> None:
 
 def test_a_second_signal_ends_what_a_thread_holds(tmp_path: Path) -> None:
     (tmp_path / "stuck").mkdir()
-    os.mkfifo(tmp_path / "stuck" / "serving.properties")
+    os.mkfifo(tmp_path / "stuck" / "never_read")
     with serving(tmp_path) as server, connect(server, raw_request("wait")):
         parameters = {"url": str(tmp_path / "stuck"), "synchronous": "false"}
         assert server.http.post("/models", params=parameters).status_code == 202
