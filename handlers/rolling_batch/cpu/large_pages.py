@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import itertools
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -49,13 +50,6 @@ def use_large_pages(arrays: Iterable[np.ndarray]) -> int:
 
 def _ranges(pages: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield the first one of each row of pages that follow each other, and how many they are; the pages are sorted."""
-    first = count = 0
-    for page in pages:
-        if count and page == first + count:
-            count += 1
-            continue
-        if count:
-            yield first, count
-        first, count = page, 1
-    if count:
-        yield first, count
+    for _, group in itertools.groupby(enumerate(pages), lambda numbered: numbered[1] - numbered[0]):
+        row = [page for _, page in group]
+        yield row[0], len(row)

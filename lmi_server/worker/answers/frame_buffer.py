@@ -170,7 +170,7 @@ class FrameBuffer:
 
 @types.coroutine
 def _turn() -> Iterator[None]:
-    """Give other tasks their turn, as asyncio.sleep(0) does with a coroutine more: once for a few tokens."""
+    """Give other tasks their turn, as asyncio.sleep(0) does, which makes a further coroutine."""
     yield
 
 
