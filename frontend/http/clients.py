@@ -89,14 +89,9 @@ def shown_answer(data: bytes, message: str, scope: Scope) -> bytes:
     shown = shown_text(message, scope)
     if shown == message:
         return data
-    for encoded in (encode, encode_line, _encode_as_ascii):
+    for encoded in (encode, encode_line, lambda text: json.dumps(text).encode()):
         data = data.replace(encoded(message)[1:-1], encoded(shown)[1:-1])
     return data
-
-
-def _encode_as_ascii(text: str) -> bytes:
-    """Return the text in JSON as djl_python's answers have it."""
-    return json.dumps(text).encode()
 
 
 def without_directories(text: str) -> str:

@@ -110,7 +110,7 @@ class AdapterCheck:
         shapes: dict[str, Sequence[int]] = {}
         for name, weights in _tensors(Path(directory)):
             refuse_infinite(name, weights, self._dtype)
-            if _is_matrix(name):
+            if name.startswith(PREFIX) and name.endswith((DOWN, UP)) and ".experts" not in name:
                 shapes[name] = weights.shape
         layers = adapted_layers(shapes)
         if layers and self._layers is not None:
@@ -144,8 +144,3 @@ def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, weights.get_tensor(name)
     except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
         raise RequestError(f"{file} cannot be read: {error}; save the adapter again with peft") from error
-
-
-def _is_matrix(name: str) -> bool:
-    """Tell whether a tensor is half of a linear layer's adapter; experts' layers have other names in engines."""
-    return name.startswith(PREFIX) and name.endswith((DOWN, UP)) and ".experts" not in name

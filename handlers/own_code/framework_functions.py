@@ -51,7 +51,7 @@ class Script:
         accept = self._default_accept if accept == "*/*" else accept
         context = Context(self._system, headers, properties.get("requestId", ""))
         body = bytes(inputs.get_as_bytes())
-        data = body.decode() if _is_text(kind) else body
+        data = body.decode() if _plain(kind) in _TEXTS else body
         try:
             result, kind = self._answer(data, kind, accept, context)
         except _UnsupportedError as error:
@@ -175,10 +175,6 @@ def _as_list(value: Any) -> Any:
 def _with_usual_names(headers: Mapping[str, str]) -> dict[str, str]:
     """Return headers of an answer; the content type under the name that Output has for it."""
     return {"Content-Type" if name.lower() == "content-type" else name: value for name, value in headers.items()}
-
-
-def _is_text(kind: str) -> bool:
-    return _plain(kind) in _TEXTS
 
 
 def _plain(kind: str) -> str:

@@ -71,10 +71,6 @@ def _without_additional_properties(schema: Any) -> Any:
     return closed
 
 
-def _json_object(constraint: StructuredOutputs) -> str:
-    return f"%llguidance {{}}\nstart: {_json_rule({'type': 'object'}, constraint)}\n"
-
-
 def _regex(constraint: StructuredOutputs) -> str:
     limits.check_text("regex", constraint.value)
     # As in a JSON schema, digits and letters are those of ASCII.
@@ -145,7 +141,7 @@ def _tag(begin: str, schema: Any, end: str, triggers: list[str], style: Structur
 
 _TEXTS: dict[str, Callable[[StructuredOutputs], str]] = {
     "json": _json,
-    "json_object": _json_object,
+    "json_object": lambda constraint: f"%llguidance {{}}\nstart: {_json_rule({'type': 'object'}, constraint)}\n",
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,

@@ -139,7 +139,7 @@ class TabularHandler(GroupHandler[ParsedRequest]):
             result, kind = _sagemaker_output(function, predictions, accept)
         else:
             result = formatter(predictions)
-            kind = _kind_of(result, self._default)
+            kind = "text/plain" if isinstance(result, str) else self._default
         data = result.encode() if isinstance(result, str) else result
         return Response(
             headers=[("content-type", kind)], data=data if isinstance(data, bytes) else content.encode_json(data)
@@ -245,7 +245,3 @@ def _sagemaker_output(function: Any, predictions: Any, accept: str) -> tuple[Any
     """Return the body and the content type that `output_fn` gives: it may return the body alone."""
     result = function(predictions, accept)
     return result if isinstance(result, tuple) else (result, accept)
-
-
-def _kind_of(result: Any, default: str) -> str:
-    return "text/plain" if isinstance(result, str) else default

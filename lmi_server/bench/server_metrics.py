@@ -24,10 +24,6 @@ Reading = Mapping[str, float]
 """Values of a moment by keys of QUANTITIES; a key is missing if the server does not report it."""
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 @dataclass(frozen=True, slots=True)
 class _Quantity:
     """The names that servers have for one value, and how the samples of several workers become one."""
@@ -50,7 +46,7 @@ QUANTITIES: Mapping[str, _Quantity] = {
     "queued_in_engine": _Quantity(("lmi_handler_waiting_requests", "vllm:num_requests_waiting")),
     "kv_usage": _Quantity(
         ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", "lmi_handler_kv_cache_usage"),
-        _mean,
+        lambda values: sum(values) / len(values),
     ),
     "cached_tokens": _Quantity(
         ("vllm:prefix_cache_hits_total", "sglang:cached_tokens_total", "lmi_cached_prompt_tokens_total")

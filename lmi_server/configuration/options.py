@@ -89,10 +89,6 @@ def _environment_pairs(value: str) -> str:
     return value
 
 
-def _names_devices(pairs: str) -> bool:
-    return CUDA_VISIBLE_DEVICES in _variables(pairs)
-
-
 def _variables(pairs: str) -> dict[str, str]:
     split = (pair.partition("=") for pair in pairs.split(",") if pair)
     return {name.strip(): value for name, _, value in split}
@@ -351,7 +347,7 @@ class ModelOptions(Options):
     env: Annotated[
         EnvironmentPairs | None,
         Unavailable(
-            lambda pairs: _names_devices(pairs or ""),
+            lambda pairs: CUDA_VISIBLE_DEVICES in _variables(pairs or ""),
             "set load_on_devices, from which the server sets them",
             "the variables of visible devices",
         ),

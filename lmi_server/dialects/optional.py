@@ -41,10 +41,6 @@ class StreamTranslation(Protocol):
         """Return the end of the stream."""
 
 
-def _same_error(asked: Any, error: LmiServerError) -> LmiServerError:
-    return error
-
-
 class Translation(NamedTuple):
     """How a request to a model that generates no text becomes one of LMI's, and the answer of LMI one of the dialect.
 
@@ -56,7 +52,7 @@ class Translation(NamedTuple):
     read: Callable[[Input], tuple[Any, Input]]
     write: Callable[[Any, str, bytes], tuple[list[tuple[str, str]], bytes]]
     stream: Callable[[Any, str], StreamTranslation] | None = None
-    error: Callable[[Any, LmiServerError], LmiServerError] = _same_error
+    error: Callable[[Any, LmiServerError], LmiServerError] = lambda asked, error: error
 
 
 class ErrorForm(NamedTuple):

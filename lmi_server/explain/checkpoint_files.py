@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from lmi_server.configuration.model_directory.checkpoint import IS_POINTER, is_pointer
 from lmi_server.configuration.model_directory.gguf import read_gguf
@@ -156,15 +155,11 @@ def _safetensors_fault(path: Path) -> str | None:
         return "is cut within its header, or is no safetensors file; copy it again"
     try:
         header = json.loads(_beginning(path, 8 + length)[8:])
-        ends = _ends(header)
+        ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError):
         return "has a header that cannot be read; copy it again"
     end = 8 + length + max(ends, default=0)
     return None if size == end else f"has {size} bytes, and by its header it should have {end}; copy it again"
-
-
-def _ends(header: Mapping[str, Any]) -> Sequence[int]:
-    return [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
 
 
 def _zip_fault(path: Path) -> str | None:

@@ -240,7 +240,7 @@ def _join(environment: Mapping[str, str]) -> str | None:
         set_variables({name: value for name, value in _LOCAL_VARIABLES.items() if name not in environment})
     else:
         _refuse_if_silent(address)
-    logging.getLogger("ray._private.worker").addFilter(_is_news)
+    logging.getLogger("ray._private.worker").addFilter(lambda record: _NO_MAIN_THREAD not in record.getMessage())
     try:
         ray.init(
             namespace="lmi-server", **(_LOCAL if address is None else {"address": address, "log_to_driver": False})
@@ -248,10 +248,6 @@ def _join(environment: Mapping[str, str]) -> str | None:
     except Exception as error:  # Ray raises no narrower class if a node or its dashboard does not start in time
         raise ConfigurationError(_why_none(address, error)) from error
     return address
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return _NO_MAIN_THREAD not in record.getMessage()
 
 
 def _refuse_if_silent(address: str) -> None:

@@ -93,7 +93,7 @@ class ChildProcess:
         # The kernel does not say whom its OOM killer ended. A SIGKILL from outside, while the counter of OOM kills has
         # grown since the start, is the best evidence for a process without privileges.
         out_of_memory = code == -signal.SIGKILL and not self.killed and oom_kills() > self._oom_kills
-        reason = _exit_reason(code)
+        reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         self._on_exit(reason, out_of_memory)
         WorkerLogger(logger, self._name).info("process %d %s", process.pid, reason)
 
@@ -142,7 +142,3 @@ class ChildProcess:
         for task in open_pipes:
             task.cancel()
         self._launch.close()
-
-
-def _exit_reason(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

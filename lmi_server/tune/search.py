@@ -15,7 +15,7 @@ from typing import Any
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import StorageInternalError
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.processes.model_imports import hide
@@ -61,7 +61,7 @@ class Search:
         baseline = self._study.user_attrs.get(_BASELINE)
         found = [] if baseline is None else [TuneTrial(-1, {}, Outcome(**baseline))]
         for each in ended:
-            settings = _settings(each)
+            settings = {key: text_of(value) for key, value in each.params.items()}
             if all(trial.settings != settings for trial in found):
                 found.append(TuneTrial(each.number, settings, Outcome(**each.user_attrs[_OUTCOME])))
         return found
@@ -162,10 +162,6 @@ def _full_disk_explained(path: Path) -> Iterator[None]:
             f"--study {path} cannot be written: {reason}; the trials before are kept. Free space on its disk, and the "
             "same command goes on"
         ) from error
-
-
-def _settings(trial: FrozenTrial) -> dict[str, str]:
-    return {key: text_of(value) for key, value in trial.params.items()}
 
 
 def _distribution(values: Choices | Range) -> BaseDistribution:

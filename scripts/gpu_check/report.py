@@ -17,7 +17,7 @@ def tables(results: Results) -> str:
         _steps(results),
         _arrivals(results),
         _penalties(results),
-        _tests(results),
+        "\n".join(f"{name}: {result['summary']}" for name, result in results.items() if "summary" in result),
         _failures(results),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -93,10 +93,6 @@ def _penalties(results: Results) -> str:
         for name, result in results.items()
         if "penalties_ms" in result
     )
-
-
-def _tests(results: Results) -> str:
-    return "\n".join(f"{name}: {result['summary']}" for name, result in results.items() if "summary" in result)
 
 
 def _failures(results: Results) -> str:

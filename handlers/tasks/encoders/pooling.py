@@ -20,26 +20,6 @@ _Pool: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Vectors]
 """Takes states (texts, tokens, width) and a mask (texts, tokens) that is False at padding, which is on the right."""
 
 
-def _cls(states: torch.Tensor, mask: torch.Tensor) -> Vectors:
-    return states[:, 0]
-
-
-def _last_token(states: torch.Tensor, mask: torch.Tensor) -> Vectors:
-    return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
-
-
-def _max(states: torch.Tensor, mask: torch.Tensor) -> Vectors:
-    return states.masked_fill(~mask[..., None], -torch.inf).amax(1)
-
-
-def _mean(states: torch.Tensor, mask: torch.Tensor) -> Vectors:
-    return _sum(states, mask) / mask.sum(1, keepdim=True)
-
-
-def _mean_of_square_root(states: torch.Tensor, mask: torch.Tensor) -> Vectors:
-    return _sum(states, mask) / mask.sum(1, keepdim=True).sqrt()
-
-
 def _weighted_mean(states: torch.Tensor, mask: torch.Tensor) -> Vectors:
     """Weight a token by its position: in a causal model, later tokens have seen more of the text."""
     weights = mask.cumsum(1) * mask
@@ -51,12 +31,12 @@ def _sum(states: torch.Tensor, mask: torch.Tensor) -> Vectors:
 
 
 _POOLS: Mapping[str, _Pool] = {
-    "cls": _cls,
-    "max": _max,
-    "mean": _mean,
-    "mean_sqrt_len_tokens": _mean_of_square_root,
+    "cls": lambda states, mask: states[:, 0],
+    "max": lambda states, mask: states.masked_fill(~mask[..., None], -torch.inf).amax(1),
+    "mean": lambda states, mask: _sum(states, mask) / mask.sum(1, keepdim=True),
+    "mean_sqrt_len_tokens": lambda states, mask: _sum(states, mask) / mask.sum(1, keepdim=True).sqrt(),
     "weightedmean": _weighted_mean,
-    "lasttoken": _last_token,
+    "lasttoken": lambda states, mask: states[torch.arange(len(states), device=states.device), mask.sum(1) - 1],
 }
 # The flags of older files, in the order in which sentence-transformers concatenates several poolings.
 _FLAGS = {

@@ -156,7 +156,7 @@ def _deployment(file: ModelFile, found: Inspection) -> Deployment:
     ongoing = section.max_ongoing_requests or batch
     settings = {key: source.raw for key, source in file.given.items() if key != "option.model_id"}
     deployment = Deployment(
-        name=section.name or _deployment_name(file.model_id),
+        name=section.name or re.sub(r"[^\w-]", "_", file.model_id.replace("/", "--"), flags=re.ASCII),
         model_id=file.model_id,
         url=found.location,
         aliases=tuple(found.options.served_model_name),
@@ -171,11 +171,6 @@ def _deployment(file: ModelFile, found: Inspection) -> Deployment:
         more_options={name: getattr(section, name) for name in _MORE if name in section.model_fields_set},
     )
     return _with_workers(deployment, file.content, found)
-
-
-def _deployment_name(model_id: str) -> str:
-    """Return the name of a model as Ray takes it: team--name-1_5 for team/name-1.5, as RayLLM had it."""
-    return re.sub(r"[^\w-]", "_", model_id.replace("/", "--"), flags=re.ASCII)
 
 
 def _autoscaling(section: DeploymentSection, ongoing: int) -> Autoscaling | None:

@@ -96,7 +96,7 @@ class AdapterStore(OnDemand):
 
     async def hold(self, request: Input) -> None:
         name = request.properties.get(ADAPTER_HEADER)
-        if not name or self._is_registered(name):
+        if not name or (name in self._adapters and not self.keeps(name)):
             return
         entry = self._entries.get(name)
         if entry is None or (entry.is_loaded and name not in self._adapters):  # a call has removed it
@@ -117,10 +117,6 @@ class AdapterStore(OnDemand):
     def stop(self) -> None:
         for entry in self._entries.values():
             entry.task.cancel()
-
-    def _is_registered(self, name: str) -> bool:
-        """Return whether a call, or the directory of the model, has brought the adapter; it stays then."""
-        return name in self._adapters and not self.keeps(name)
 
     def _begin(self, name: str, users: int) -> _Entry:
         if self._waiting >= self._max_waiting:
