@@ -7,6 +7,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+BURSTINESS = (0.001, 1e6)
+"""From where to where random gaps can be drawn: far below, all are 0 or none; far above, drawing one does not end."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:

@@ -12,7 +12,7 @@ import uvloop
 from rich.console import Console
 
 from lmi_server.bench import dialects
-from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Replay
+from lmi_server.bench.arrivals import BURSTINESS, Arrivals, ClosedLoop, OpenLoop, Replay
 from lmi_server.bench.client import Target
 from lmi_server.bench.observation import Measured, Observer
 from lmi_server.bench.progress import show_progress
@@ -50,7 +50,7 @@ def bench(
     burstiness: Annotated[
         float,
         numbers.number_option(
-            numbers.NumberFlag("--burstiness", 0, is_above=True, takes_infinity=True),
+            numbers.NumberFlag("--burstiness", *BURSTINESS, takes_infinity=True),
             "Shape of the gaps of an open loop: 1 is Poisson, less is bursts, inf is even.",
         ),
     ] = 1.0,
@@ -277,7 +277,7 @@ def _requests(requests: int | None, duration: float | None, replay: float | None
 
 
 def _positive(name: str, text: str) -> float:
-    return float(numbers.NumberFlag(name, 0, is_above=True).parse(text))
+    return float(numbers.NumberFlag(name, 0, numbers.MAX_FACTOR, is_above=True).parse(text))
 
 
 def parse_weights(text: str | None) -> dict[str, float]:

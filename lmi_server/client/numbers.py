@@ -14,6 +14,8 @@ from lmi_server.contract.texts.quoting import excerpt
 
 MAX_COUNT = 10_000_000
 """Of what a flag counts, if it does not say more."""
+MAX_FACTOR = 1_000_000_000
+"""Of rates, speeds, weights and other factors: their sums are finite, and their shares of a second above 0."""
 _MAX_SECONDS = 1_000_000  # about what a socket takes as its timeout
 _SECONDS = "a number of seconds"
 _MAX_SEED = 2**32 - 1
@@ -23,7 +25,7 @@ _MAX_SEED = 2**32 - 1
 class NumberFlag:
     """The numbers that a flag takes: from `low`, which is not allowed itself if it `is_above`, to `high`.
 
-    `what` is what one is called.
+    `takes_infinity` allows infinity as well. `what` is what one is called.
     """
 
     flag: str
@@ -40,17 +42,18 @@ class NumberFlag:
             number = int(text) if self.is_integer else float(text)
         except ValueError:
             number = math.nan
-        is_allowed = self.low < number if self.is_above else self.low <= number
-        if not is_allowed or number > self.high or (math.isinf(number) and not self.takes_infinity):
+        is_in_range = self.low < number <= self.high if self.is_above else self.low <= number <= self.high
+        if not (self.takes_infinity if number == math.inf else is_in_range):
             raise ConfigurationError(f'{self.flag} "{excerpt(text)}" is not allowed; allowed: {self._allowed()}')
         return number
 
     def _allowed(self) -> str:
         kind = "an integer" if self.is_integer else self.what
         end = "" if self.high == math.inf else f"{' and' if self.is_above else ''} at most {self.high:.15g}"
+        infinity = " or inf" if self.takes_infinity else ""
         if self.is_above:
-            return f"{kind} above {self.low:g}{end}{' or inf' if self.takes_infinity else ''}"
-        return f"{kind} from {self.low:g} to {self.high:.15g}" if end else f"{kind} of {self.low:g} or more"
+            return f"{kind} above {self.low:g}{end}{infinity}"
+        return f"{kind} from {self.low:g} to {self.high:.15g}{infinity}" if end else f"{kind} of {self.low:g} or more"
 
 
 def number_option(flag: NumberFlag, help_text: str) -> Any:
@@ -97,4 +100,4 @@ def fraction(flag: str, help_text: str, whole: float = 1) -> Any:
 
 def factor(flag: str, help_text: str) -> Any:
     """Return an option that takes a number above 0."""
-    return number_option(NumberFlag(flag, 0, is_above=True), help_text)
+    return number_option(NumberFlag(flag, 0, MAX_FACTOR, is_above=True), help_text)

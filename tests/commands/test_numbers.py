@@ -81,6 +81,12 @@ def test_a_refusal_is_one_line_whatever_the_text(text: str, quoted: str) -> None
         (NumberFlag("--n", 0, 2, is_above=True), ["2"], ["2.1"], "a number above 0 and at most 2"),
         (NumberFlag("--n", 0, is_above=True, takes_infinity=True), ["inf"], ["-inf"], "a number above 0 or inf"),
         (NumberFlag("--n", 0, 100), ["0", "100"], ["100.5"], "a number from 0 to 100"),
+        (
+            NumberFlag("--n", 1, 9, takes_infinity=True),
+            ["9", "inf"],
+            ["10", "0", "-inf"],
+            "a number from 1 to 9 or inf",
+        ),
         (NumberFlag("--n", 0, what="a number of seconds"), ["0"], ["-0.1"], "a number of seconds of 0 or more"),
     ],
 )
