@@ -11,6 +11,7 @@ from typing import Any
 
 from handlers.stable_diffusion.options import IMAGE_TO_IMAGE, INPAINTING, TEXT_TO_IMAGE
 from lmi_server.contract.errors import ModelLoadError
+from lmi_server.files.regular_files import read_regular
 
 INDEX = "model_index.json"
 CLASS_ENDINGS = {
@@ -26,11 +27,16 @@ OnStep = Callable[[int, int], None]
 
 
 def read_index(model_dir: str) -> Mapping[str, Any]:
-    """Return what diffusers has written about a pipeline. Raises ModelLoadError if the directory holds none."""
+    """Return what diffusers has written about a pipeline. Raises ModelLoadError if it cannot be read."""
     path = Path(model_dir, INDEX)
     if not path.is_file():
         raise ModelLoadError(f"{model_dir}: holds no {INDEX}, so that it is no pipeline of diffusers")
-    index: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        index = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error}; copy it again") from error
+    if not isinstance(index, dict):
+        raise ModelLoadError(f"{path}: is not a JSON object; copy it again")
     return index
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import itertools
 import json
 import logging
@@ -13,6 +14,7 @@ from typing import Any
 
 from lmi_server.bench.workload import Prompt, Turn
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.files.regular_files import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     try:
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        text = "\n".join(_read_text(file) for file in files)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--data {path}: {error}") from error
     if MARK in text.lstrip().partition("\n")[0]:  # a server that could write nothing has left an empty file
@@ -42,6 +44,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not prompts:
         raise ConfigurationError(f"--data {path} has no prompts")
     return prompts
+
+
+def _read_text(path: Path) -> str:
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
+        return file.read()
 
 
 def _lines(text: str, path: Path) -> list[Prompt]:

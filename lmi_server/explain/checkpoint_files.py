@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lmi_server.configuration.model_directory.checkpoint import IS_POINTER, is_pointer
+from lmi_server.configuration.model_directory.checkpoint import IS_POINTER, MAX_HEADER_BYTES, is_pointer
 from lmi_server.configuration.model_directory.gguf import read_gguf
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.files.regular_files import read_regular
@@ -24,7 +24,6 @@ _ABOUT_TOKENIZERS = ("tokenizer_config.json", "special_tokens_map.json", "added_
 # Classes of tokenizers that take bytes or characters for tokens, and have no files.
 _WITHOUT_FILES = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.\w+)")
-_HEADER_LIMIT = 100_000_000  # the format's own limit, in bytes
 _ZIP, _END_OF_ZIP = b"PK\x03\x04", b"PK\x05\x06"
 _END_BYTES = 1 << 16
 
@@ -151,12 +150,12 @@ def _safetensors_fault(path: Path) -> str | None:
     if size < 8:
         return f"has {size} bytes and no header; copy it again"
     (length,) = struct.unpack("<Q", _beginning(path, 8))
-    if length > min(size - 8, _HEADER_LIMIT):
+    if length > min(size - 8, MAX_HEADER_BYTES):
         return "is cut within its header, or is no safetensors file; copy it again"
     try:
         header = json.loads(_beginning(path, 8 + length)[8:])
         ends = [int(tensor["data_offsets"][1]) for name, tensor in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         return "has a header that cannot be read; copy it again"
     end = 8 + length + max(ends, default=0)
     return None if size == end else f"has {size} bytes, and by its header it should have {end}; copy it again"

@@ -19,8 +19,9 @@ import httpx
 import pytest
 from forked_servers import run_command
 from server_helpers import Server, serving
+from typer.testing import CliRunner
 
-from lmi_server.bench.arrivals import OpenLoop, Replay, within
+from lmi_server.bench.arrivals import BURSTINESS, OpenLoop, Replay, within
 from lmi_server.bench.client import Target
 from lmi_server.bench.dialects import NAMES, dialect_of
 from lmi_server.bench.observation import Observation, Observer, server_figures
@@ -31,6 +32,7 @@ from lmi_server.bench.reports.terminal_report import TITLES
 from lmi_server.bench.server_metrics import cache_hit, queue_time, read, waiting
 from lmi_server.bench.workload import Prompt, RandomPrompts, Recorded, Turn, with_adapters
 from lmi_server.client.server_calls import increase
+from lmi_server.commands.cli import app
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.device_tools import GpuLoad
 from lmi_server.processes.usage import ProcessUsage
@@ -314,6 +316,26 @@ def test_gaps_have_the_rate_and_the_burstiness() -> None:
         assert spread(found) == pytest.approx(burstiness**-0.5, rel=0.05)
 
 
+def test_the_bounds_of_the_burstiness_draw_gaps() -> None:
+    for burstiness in BURSTINESS:
+        times = list(itertools.islice(OpenLoop(4, burstiness).offsets(1), 10_000))
+        assert 0 < times[-1] < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "allowed"),
+    [
+        ("--burstiness", "9e307", "a number from 0.001 to 1000000 or inf"),
+        ("--burstiness", "1e-320", "a number from 0.001 to 1000000 or inf"),
+        ("--rate", "1e308", "a number above 0 and at most 1000000000"),
+        ("--ramp-to", "1e308", "a number above 0 and at most 1000000000"),
+    ],
+)
+def test_a_load_that_would_never_end_is_refused(flag: str, text: str, allowed: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "http://127.0.0.1:1", flag, text])
+    assert (done.exit_code, done.stderr) == (1, f'{flag} "{text}" is not allowed; allowed: {allowed}\n')
+
+
 def test_a_ramp_ends_at_its_rate() -> None:
     times = list(within(OpenLoop(10, float("inf"), 30, 10).offsets(0), None, 10))
     assert len([at for at in times if at < 1]) == 11
@@ -379,6 +401,21 @@ def test_files_of_prompts(tmp_path: Path) -> None:
         path.write_text(wrong, encoding="utf-8")
         with pytest.raises(ConfigurationError, match=message):
             read_prompts(path)
+
+
+@pytest.mark.parametrize("command", [("bench", "URL"), ("verify", "URL", "URL"), ("tune", "DIR")], ids=lambda c: c[0])
+def test_a_pipe_in_place_of_prompts_is_not_waited_for(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "serving.properties").write_text("option.entryPoint=djl_python.echo\nmaxWorkers=1\n")
+    pipe = tmp_path / "prompts.jsonl"
+    os.mkfifo(pipe)
+    places = {"URL": "http://127.0.0.1:1", "DIR": str(tmp_path)}
+    words = [places.get(word, word) for word in command]
+    if command[0] == "tune":
+        words += ["--option", "job_queue_size=1,2"]
+    for data in (pipe, tmp_path):  # a directory is read by its *.jsonl
+        done = CliRunner().invoke(app, [*words, "--data", str(data)])
+        assert done.exit_code == 1
+        assert done.stderr.splitlines()[-1].endswith(f"is a pipe or a device; put a file there: '{pipe}'")
 
 
 # --- the server's own figures ---

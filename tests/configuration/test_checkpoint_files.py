@@ -65,8 +65,35 @@ def test_weights_that_are_cut(checkpoint: Path) -> None:
     }.items():
         path.write_bytes(whole[:length])
         assert faults(checkpoint) == [f"/a.safetensors: {fault}"]
-    path.write_bytes(struct.pack("<Q", 4) + b"null")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "null",
+        "[" * 100_000,
+        '{"w": {"data_offsets": []}}',
+        '{"w": {"data_offsets": [0, 1e999]}}',
+        '{"w": {"data_offsets": [0, NaN]}}',
+        '{"w": {"data_offsets": [0, %s]}}' % ("9" * 5000),
+    ],
+    ids=["null", "deep", "no offsets", "infinite", "no number", "too many digits"],
+)
+def test_a_header_of_weights_that_cannot_be_read(checkpoint: Path, header: str) -> None:
+    (checkpoint / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
     assert faults(checkpoint) == ["/a.safetensors: has a header that cannot be read; copy it again"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model_index.json"])
+def test_a_far_too_large_file_is_not_read_to_its_end(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(1 << 40)
+    if name == "model_index.json":
+        (line,) = pipeline_faults(tmp_path / name)
+        assert "is larger than 16 MiB" in line
+        return
+    with pytest.raises(ConfigurationError, match=rf"{name}: cannot be read: is larger than 16 MiB"):
+        inspect_model(tmp_path, {})
 
 
 def test_an_archive_of_torch_that_is_cut(checkpoint: Path) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lmi_server.configuration.engine import EngineMemory
+from lmi_server.configuration.model_directory.checkpoint import MAX_HEADER_BYTES
 from lmi_server.configuration.model_directory.gguf import is_gguf, read_gguf
 from lmi_server.configuration.model_directory.state_estimate import layer_counts, state_bytes
 from lmi_server.configuration.options import ModelOptions, ServingOptions
+from lmi_server.files.regular_files import open_regular
 from lmi_server.machine.inventory import Machine
 
 _BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
@@ -31,6 +33,7 @@ _QUANTISED = {
     "q4_0": 18 / 32,
     "q4_k": 18 / 32,
 }
+_MAX_WEIGHTS = 1 << 60  # of one file
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -193,11 +196,12 @@ def _parameters_of_pipeline(directory: Path) -> int:
 def _elements(path: Path) -> int:
     """Return the number of weights in a safetensors file, by its header; 0 if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, path.stat().st_size)))
-        return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            header = json.loads(file.read(min(length, MAX_HEADER_BYTES, path.stat().st_size)))
+        count = sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        return int(count) if 0 < count < _MAX_WEIGHTS else 0
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return 0
 
 

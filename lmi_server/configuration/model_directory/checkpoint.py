@@ -20,9 +20,12 @@ from lmi_server.artifacts.location import (
 from lmi_server.configuration.model_directory.gguf import gguf_files, is_gguf, read_gguf
 from lmi_server.configuration.tasks import infer_task
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.files.regular_files import read_regular
 
 _POINTER = b"version https://git-lfs"
 IS_POINTER = "is a pointer of Git LFS and not the file itself; run git lfs pull where it was cloned"
+MAX_HEADER_BYTES = 100_000_000
+"""Of a file in safetensors, by its format."""
 _CAUSAL_LM = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead", "GenerationDecoder")
 # Of models that read images too; transformers loads them as causal language models.
 _CAUSAL_LM_BY_NAME = frozenset(
@@ -109,7 +112,7 @@ def read_config(location: str) -> Mapping[str, Any]:
             raise ConfigurationError(f"{path}: {IS_POINTER}")
         if is_gguf(location):
             return read_gguf(path).config()
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_regular(path))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from handlers.stable_diffusion.classes import read_index
 from handlers.stable_diffusion.options import StableDiffusionOptions
 from lmi_server.configuration.engine import describe_engine
 from lmi_server.configuration.handlers import HANDLERS
 from lmi_server.configuration.resolve import Inspection, inspect_model
+from lmi_server.contract.errors import ModelLoadError
 from lmi_server.explain.explanation import explain
 from lmi_server.machine.inventory import Gpu, Machine
 
@@ -110,3 +113,22 @@ def test_check_names_the_gpu_that_quantisation_needs(tmp_path: Path) -> None:
     assert ["needs an NVIDIA GPU" in " ".join(lines) for lines in found] == [True, False]
     missing = "stable_diffusion needs the Python package diffusers, which is not installed; run: pip install lmi-server"
     assert any(line.startswith(missing) for line in found[0])
+
+
+def test_a_header_of_any_form_counts_no_weights(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text("{}")
+    for number, header in enumerate(('{"w": {"shape": [1e999]}}', '{"w": {"shape": ["a"]}}', "[" * 100_000)):
+        (tmp_path / f"part{number}").mkdir()
+        data = len(header).to_bytes(8, "little") + header.encode()
+        (tmp_path / f"part{number}" / "model.safetensors").write_bytes(data)
+    os.mkfifo(tmp_path / "part0" / "pipe.safetensors")
+    assert explain(inspect_model(tmp_path, {}, machine=NO_GPU)).memory["parameters"] is None
+
+
+@pytest.mark.parametrize("content", ["[", "[1]", "[" * 100_000, None], ids=["cut", "list", "deep", "too large"])
+def test_an_index_that_cannot_be_read_fails_the_load(tmp_path: Path, content: str | None) -> None:
+    (tmp_path / INDEX).write_text(content or "")
+    if content is None:
+        os.truncate(tmp_path / INDEX, 1 << 40)
+    with pytest.raises(ModelLoadError, match=rf"{tmp_path}/{INDEX}: .*; copy it again"):
+        read_index(str(tmp_path))
