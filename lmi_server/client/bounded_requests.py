@@ -9,6 +9,7 @@ from collections.abc import Callable
 from http.client import HTTPConnection, HTTPMessage, HTTPResponse, HTTPSConnection, IncompleteRead, InvalidURL
 from typing import IO, Any, cast
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import (
     BaseHandler,
     HTTPDefaultErrorHandler,
@@ -22,8 +23,11 @@ from urllib.request import (
     UnknownHandler,
 )
 
+from lmi_server.contract.texts.quoting import excerpt
+
 MAX_BYTES = 1 << 26
 """Of an answer."""
+_PORTS = {"http": 80, "https": 443}
 _PART = 1 << 16
 
 
@@ -36,6 +40,7 @@ def open_within(timeout_s: float | None, request: Request) -> HTTPResponse:
 
     What has not come after `timeout_s` seconds raises TimeoutError, also while the answer is read; None waits for as
     long as it takes. Raises OSError and HTTPException if there is no answer, and HTTPError if it is a refusal.
+    A request with headers follows no redirect to another server, because they may hold a key.
     """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     opener = OpenerDirector()  # build_opener would also follow a redirect to FTP, which has no such end
@@ -68,9 +73,19 @@ class _Redirects(HTTPRedirectHandler):
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> Request | None:
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request is not None and request.headers and not is_same_server(req.full_url, newurl):
+            fp.close()
+            raise ConnectionError(f"it leads to {excerpt(newurl)}, and headers go to no other server; give that URL")
         answer = cast(HTTPResponse, fp)
         answer.chunked, answer.length = False, 0
         return request
+
+
+def is_same_server(url: str, other: str) -> bool:
+    """Return whether `other` is on the server of `url`, or on the same host by TLS."""
+    first, second = urlsplit(url), urlsplit(other)
+    before, after = ((each.scheme, each.port or _PORTS.get(each.scheme)) for each in (first, second))
+    return first.hostname == second.hostname and (before == after or (before, after) == (("http", 80), ("https", 443)))
 
 
 class _Http(HTTPHandler):

@@ -11,7 +11,8 @@ from urllib.request import Request
 
 import pytest
 
-from lmi_server.client.bounded_requests import open_within, read_whole
+from lmi_server.bench.server_metrics import fetch_text
+from lmi_server.client.bounded_requests import is_same_server, open_within, read_whole
 from lmi_server.client.server_calls import ServerCalls, UnreachableError, parse_headers
 from lmi_server.commands.live import model_figures
 from lmi_server.contract.errors import ConfigurationError
@@ -120,6 +121,57 @@ def test_a_redirect_in_a_circle_is_refused_on_one_line() -> None:
     with answering(head) as url, pytest.raises(ConfigurationError, match="infinite loop") as refusal:
         ServerCalls(url, {}).json("GET", "/", 60)
     assert "\n" not in str(refusal.value)
+
+
+def redirect(place: str) -> bytes:
+    return f"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: {place}\r\n\r\n".encode()
+
+
+def test_a_key_follows_no_redirect_to_another_server() -> None:
+    with answering(HEAD + b"Content-Length: 2\r\n\r\n{}") as other, answering(redirect(f"{other}/a")) as url:
+        assert ServerCalls(url, {}).json("GET", "/", 60) == {}
+        refused = f"{url} does not answer: it leads to {other}/a, and headers go to no other server; give that URL"
+        with pytest.raises(UnreachableError) as refusal:
+            ServerCalls(url, {"x-api-key": "secret"}).json("GET", "/", 60)
+        assert refusal.value.message == refused
+        with pytest.raises(ConnectionError, match="headers go to no other server"):
+            fetch_text(f"{url}/metrics", {"x-api-key": "secret"})
+
+
+def test_a_key_follows_a_redirect_on_its_server() -> None:
+    asked: list[bytes] = []
+    answers = [redirect("/there"), HEAD + b"Content-Length: 2\r\n\r\n{}"]
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def answer_all() -> None:
+            for answer in answers:
+                with listener.accept()[0] as connection:
+                    asked.append(connection.recv(65536))
+                    connection.sendall(answer)
+
+        answered = threads.submit(answer_all)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert ServerCalls(url, {"x-api-key": "secret"}).json("GET", "/", 60) == {}
+        answered.result(60)
+    assert asked[1].startswith(b"GET /there HTTP/1.1\r\n")
+    assert b"\r\nX-Api-Key: secret\r\n" in asked[1]
+
+
+@pytest.mark.parametrize(
+    ("url", "other", "may_follow"),
+    [
+        ("http://host/", "http://host:80/a", True),
+        ("http://host/", "https://host/", True),
+        ("http://HOST/", "http://host/", True),
+        ("https://host/", "http://host/", False),
+        ("http://host:8080/", "https://host/", False),
+        ("http://host:8080/", "http://host:8081/", False),
+        ("http://host/", "http://host.other/", False),
+        ("http://host/", "http://host@other/", False),
+    ],
+)
+def test_which_redirects_stay_on_a_server(url: str, other: str, may_follow: bool) -> None:
+    assert is_same_server(url, other) == may_follow
 
 
 @pytest.mark.parametrize(
