@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from handlers.user_modules import search
-from lmi_server.contract.errors import ModelLoadError, describe
+from lmi_server.contract.errors import ModelLoadError, describe, message_of
 from lmi_server.contract.texts.quoting import shorten
 from lmi_server.files.python_source import execute
 
@@ -71,8 +71,9 @@ def format_user_error(error: BaseException, model_dir: str) -> str:
 
     The file is relative to `model_dir`. A long message is shortened.
     """
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return shorten(f"{_inside(error.filename, model_dir)}:{error.lineno}: {type(error).__name__}: {error.msg}")
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str):
+        where = f"{_inside(error.filename, model_dir)}:{message_of(error.lineno)}"
+        return shorten(f"{where}: {type(error).__name__}: {message_of(error.msg)}")
     what = shorten(describe(error))
     place = place_of(error, model_dir)
     return f"{place}: {what}" if place else what

@@ -250,12 +250,30 @@ EXITS = (SystemExit, KeyboardInterrupt)
 one that does not derive from Exception: GeneratorExit, or what PyO3 raises when Rust panics."""
 
 
-def message_of(error: BaseException) -> str:
+def message_of(error: object) -> str:
     """Return `str(error)`; "" if that raises, because the report of a failure must not fail itself."""
     try:
-        return str(error)
+        return str.__str__(str(error))  # a plain one, of what may be a class of the user
     except BaseException:  # noqa: BLE001 - an exception of the user's code may have any `__str__`
         return ""
+
+
+MAX_CAUSES = 50
+"""How many exceptions are looked at, each the cause of the one before: user's code may make a chain of any length."""
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """Return what the exception was raised from, whatever a class of the user has in place of `__cause__`."""
+    cause: BaseException | None = BaseException.__dict__["__cause__"].__get__(error)
+    return cause
+
+
+def context_of(error: BaseException) -> BaseException | None:
+    """Return what was handled when the exception was raised; None if that is not to be shown."""
+    slots = BaseException.__dict__
+    suppressed = slots["__suppress_context__"].__get__(error)
+    context: BaseException | None = None if suppressed else slots["__context__"].__get__(error)
+    return context
 
 
 def describe(error: BaseException) -> str:
@@ -299,15 +317,15 @@ _OUT_OF_MEMORY_TEXTS = (
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether `error`, or one of its causes, is an out-of-memory error (host or device)."""
-    seen: set[int] = set()  # user's code may raise an error from itself
-    while error is not None and id(error) not in seen:
+    for _ in range(MAX_CAUSES):  # user's code may raise an error from itself
+        if error is None:
+            break
         if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY_CLASS:
             return True
         message = message_of(error)[:_SEARCHED]
         if any(text in message for text in _OUT_OF_MEMORY_TEXTS):
             return True
-        seen.add(id(error))
-        error = error.__cause__
+        error = cause_of(error)
     return False
 
 

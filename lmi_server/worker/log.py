@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import traceback
 from typing import Any
 
 from lmi_server.contract.metrics import MARK
 from lmi_server.contract.texts.quoting import LONGEST_RECORD, as_record, shorten
+from lmi_server.worker.exception_text import exception_text
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,10 @@ class RecordFormatter(logging.Formatter):
         return as_record(shorten(text, LONGEST_RECORD))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - the name is that of logging
-        # Each part by itself: a long message would leave no room for the lines of the code, and is copied many times.
-        parts = (shorten(part) for part in traceback.TracebackException(*ei).format())
-        return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts).removesuffix("\n")
+        try:
+            return exception_text(ei[1])
+        except Exception:  # noqa: BLE001 - an exception of the user's code may have any attributes
+            return f"{type.__repr__(ei[0]):.500}: its traceback cannot be shown"
 
 
 def log_to_stderr() -> None:

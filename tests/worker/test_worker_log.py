@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from own_code_helpers import make_own
@@ -89,6 +90,117 @@ def test_a_long_message_leaves_room_for_the_lines_of_the_code() -> None:
 def test_a_long_error_of_syntax_is_cut_in_what_a_request_or_a_load_reports(place: object) -> None:
     error = SyntaxError("a b" * 1_000_000, *([] if place is None else [place]))
     assert len(format_user_error(error, "/model")) < 10_000
+
+
+def chained(kind: str, count: int) -> BaseException:
+    """Return an exception with so many before it, each set as `kind` of the next one."""
+    error: BaseException = ValueError("of 0")
+    for number in range(1, count):
+        following = ValueError(f"of {number}")
+        setattr(following, kind, error)
+        error = following
+    return error
+
+
+def test_causes_and_contexts_are_shown_before_what_they_led_to() -> None:
+    between = {
+        "__cause__": "The above exception was the direct cause of the following exception:",
+        "__context__": "During handling of the above exception, another exception occurred:",
+    }
+    for kind, text in between.items():
+        lines = formatted("m", error=chained(kind, 2)).replace("\n  ", "\n").split("\n")
+        assert lines == ["ERROR own: m", "ValueError: of 0", "", text, "", "ValueError: of 1"]
+    hidden = chained("__context__", 2)
+    hidden.__suppress_context__ = True
+    assert formatted("m", error=hidden) == "ERROR own: m\n  ValueError: of 1"
+
+
+def test_an_exception_in_a_circle_is_shown_once() -> None:
+    error = chained("__cause__", 2)
+    assert error.__cause__ is not None
+    error.__cause__.__cause__ = error
+    assert formatted("m", error=error).count("ValueError: of") == 2
+
+
+@pytest.mark.parametrize("kind", ["__cause__", "__context__"])
+def test_a_chain_of_any_length_is_cut(kind: str) -> None:
+    text = formatted("m", error=chained(kind, 20_000))
+    assert "... more exceptions than 50 ..." in text
+    assert text.endswith("ValueError: of 19999")
+    assert len(text) < 20_000
+
+
+def test_the_calls_of_a_deep_recursion_are_cut_in_the_middle() -> None:
+    def deeper(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("deep")
+        deeper(depth - 1)
+
+    with pytest.raises(ValueError, match="deep") as found:
+        deeper(500)
+    details = (ValueError, found.value, found.value.__traceback__)
+    text = RecordFormatter().format(logging.LogRecord("own", logging.ERROR, "", 0, "m", None, details))
+    assert re.search(r"\.\.\. 40\d more calls \.\.\.", text)
+    assert text.endswith('raise ValueError("deep")\n  ValueError: deep')
+
+
+@pytest.mark.parametrize("end", [1, 2**31 - 1, 10**30, "x"])
+def test_an_error_of_syntax_shows_its_place_whatever_its_offsets_are(end: Any) -> None:
+    text = formatted("m", error=SyntaxError("no", ("model.py", 3, 1, "  x y\n", 3, end)))
+    assert text == 'ERROR own: m\n    File "model.py", line 3\n      x y\n  SyntaxError: no'
+
+
+def test_an_error_of_syntax_of_any_attributes_is_reported() -> None:
+    class Mute:
+        def __str__(self) -> str:
+            raise ValueError
+
+    error = SyntaxError(Mute(), (Mute(), 10**5000, 1, Mute(), 1, 1))
+    assert formatted("m", error=error) == "ERROR own: m\n  SyntaxError"
+    assert format_user_error(error, "/model").startswith("SyntaxError")
+
+
+def test_notes_are_shown_up_to_a_bound() -> None:
+    error = ValueError("x")
+    error.add_note("see the manual")
+    assert formatted("m", error=error).endswith("ValueError: x\n  see the manual")
+    error.__notes__ = ["a" * 100_000] * 100_000
+    text = formatted("m", error=error)
+    assert "... 99970 more notes ..." in text or len(text) > 128 * 1024
+    assert len(text) < 140_000
+    error.__notes__ = 5  # type: ignore[assignment]
+    assert formatted("m", error=error).endswith("ValueError: x")
+
+
+def test_a_group_shows_its_members_up_to_a_bound() -> None:
+    group: BaseException = ExceptionGroup("several", [ValueError("a"), KeyError("b")])
+    text = formatted("m", error=group)
+    assert "  ExceptionGroup: several (2 sub-exceptions)\n" in text
+    assert "    | ValueError: a\n" in text
+    assert "    | KeyError: 'b'" in text
+    for _ in range(500):
+        group = ExceptionGroup("g", [group] * 20)  # type: ignore[list-item]
+    assert len(formatted("m", error=group)) < 140_000
+
+
+def test_causes_that_a_property_makes_are_not_followed() -> None:
+    class EndlessError(Exception):
+        @property
+        def __cause__(self) -> BaseException:  # type: ignore[override]
+            return EndlessError()
+
+    assert formatted("m", error=EndlessError()).endswith("EndlessError")
+
+
+def test_an_exception_that_cannot_be_shown_is_named() -> None:
+    class BrokenError(Exception):
+        @property
+        def __traceback__(self) -> None:  # type: ignore[override]
+            raise ValueError
+
+    text = formatted("m", error=BrokenError(FORGED))
+    assert text.endswith(": its traceback cannot be shown")
+    assert "BrokenError" in text
 
 
 @pytest.mark.parametrize("message", ["[METRICS]a.Count:1", "%s"])
