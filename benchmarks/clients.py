@@ -25,12 +25,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from benchmarks.figures import parser_of
+import psutil
+
+from benchmarks.figures import parser_of, show
 from benchmarks.servers import MODEL, Server, serving, started
 from lmi_server.bench.records import Record, summary
 from lmi_server.processes.usage import measure_usage
@@ -38,27 +39,9 @@ from lmi_server.processes.usage import measure_usage
 ROOT = Path(__file__).parents[1]
 TOKENIZER = MODEL.resolve()
 SAMPLE_S = 0.2
-ESTABLISHED = "01"  # in /proc/net/tcp
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 STATISTICS = ("mean", "median", "p99")
 Figures = Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Seconds of processor time that the client and the server have taken at a moment."""
-
-    at: float
-    client_s: float
-    server_s: float
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Processor time per second of a run."""
-
-    client_cores: float
-    server_cores: float
 
 
 def main() -> None:
@@ -80,9 +63,11 @@ def main() -> None:
                     truths[name].append(_truth(server, asked.requests))
                 print(f"round {number + 1}, {name}: done", file=sys.stderr)
     found = {name: _medians(figures) for name, figures in rounds.items()}
-    _print(found)
+    ours = found["ours"]
+    _print("as the clients say", found, {f"ours/{name}": (ours, found[name]) for name in found if name != "ours"})
     if asked.model is None:
-        _print_truths(found, {name: _medians(figures) for name, figures in truths.items()})
+        true = {name: _medians(figures) for name, figures in truths.items()}
+        _print("as the server wrote them", true, {f"{name}/true": (found[name], true[name]) for name in true})
     if asked.json_file:
         asked.json_file.write_text(json.dumps({"clients": rounds, "true": truths}, indent=2) + "\n")
 
@@ -215,25 +200,20 @@ def _successful(metric: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def _run(command: list[Any], asked: argparse.Namespace, server: Server) -> Cost:
-    """Run a client; return what it and the server took meanwhile."""
+def _run(command: list[Any], asked: argparse.Namespace, server: Server) -> tuple[float, float]:
+    """Run a client; return the processor time per second that it and the server took meanwhile."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     words = [str(word) for word in command]
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(words, stdout=output, stderr=output, env=environment)
         ended = threading.Event()
-        samples: list[Sample] = []
+        samples: list[tuple[float, float, float]] = []
 
         def watch() -> None:
             while not ended.wait(SAMPLE_S):
-                if (
-                    _connections(server.port) > asked.concurrency // 2
-                ):  # while it loads, it asks for one thing at a time
-                    samples.append(
-                        Sample(
-                            time.monotonic(), measure_usage(process.pid).cpu_s, measure_usage(server.pids()[0]).cpu_s
-                        )
-                    )
+                if _connections(server) > asked.concurrency // 2:  # while it loads, it asks for one thing at a time
+                    taken = (measure_usage(pid).cpu_s for pid in (process.pid, server.pids()[0]))
+                    samples.append((time.monotonic(), *taken))
 
         thread = threading.Thread(target=watch)
         thread.start()
@@ -247,21 +227,20 @@ def _run(command: list[Any], asked: argparse.Namespace, server: Server) -> Cost:
             raise SystemExit(f"{' '.join(words)} ended with {process.returncode}:\n{output.read()}")
     if len(samples) < 2:
         raise SystemExit(f"{words[0]} ended before its use of the processors was seen; give more --requests")
-    seconds = samples[-1].at - samples[0].at
-    client, own = samples[-1].client_s - samples[0].client_s, samples[-1].server_s - samples[0].server_s
-    return Cost(client / seconds, own / seconds)
+    seconds, client_s, server_s = (last - first for first, last in zip(samples[0], samples[-1], strict=True))
+    return client_s / seconds, server_s / seconds
 
 
-def _connections(port: int) -> int:
-    """Return how many connections are open to the port of this machine."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return sum(int(row[1].rpartition(":")[2], 16) == port and row[3] == ESTABLISHED for row in rows)
+def _connections(server: Server) -> int:
+    """Return how many connections to the server are open."""
+    found = psutil.Process(server.pids()[0]).net_connections("tcp")
+    return sum(each.status == psutil.CONN_ESTABLISHED for each in found)
 
 
-def _with_cost(figures: Figures, cost: Cost) -> Figures:
-    per_server_s = figures["requests/s"] / cost.server_cores if cost.server_cores else 0.0
-    cores = {"client, cores": cost.client_cores, "server, cores": cost.server_cores}
-    return {**figures, **cores, "requests/server CPU s": per_server_s}
+def _with_cost(figures: Figures, cost: tuple[float, float]) -> Figures:
+    client, server = cost
+    per_server_s = figures["requests/s"] / server if server else 0.0
+    return {**figures, "client, cores": client, "server, cores": server, "requests/server CPU s": per_server_s}
 
 
 # --- what is printed ---
@@ -271,23 +250,17 @@ def _medians(rounds: list[Figures]) -> Figures:
     return {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
 
 
-def _print(found: Mapping[str, Figures]) -> None:
-    others = [name for name in found if name != "ours"]
-    print("".join(f"{title:>16}" for title in ("", *found, *(f"ours/{name}" for name in others))))
-    for name, value in found["ours"].items():
-        cells = [f"{figures[name]:.2f}" if name in figures else "" for figures in found.values()]
-        ratios = [_ratio(value, found[other].get(name)) for other in others]
-        print("".join(f"{cell:>16}" for cell in (name, *cells, *ratios)))
-
-
-def _print_truths(found: Mapping[str, Figures], truths: Mapping[str, Figures]) -> None:
-    """Print what was true of each client's requests, and what it said as a multiple of that."""
-    print("\nas the server wrote them:")
-    print("".join(f"{title:>16}" for title in ("", *truths, *(f"{name}/true" for name in truths))))
-    for name in truths["ours"]:
-        values = [f"{figures[name]:.2f}" for figures in truths.values()]
-        ratios = [_ratio(found[client].get(name), figures[name]) for client, figures in truths.items()]
-        print("".join(f"{cell:>16}" for cell in (name, *values, *ratios)))
+def _print(title: str, figures: Mapping[str, Figures], pairs: Mapping[str, tuple[Figures, Figures]]) -> None:
+    """Print the figures of each client, and the ratios of pairs of them."""
+    rows = [
+        (
+            name,
+            *(f"{each[name]:.2f}" if name in each else "" for each in figures.values()),
+            *(_ratio(one.get(name), other.get(name)) for one, other in pairs.values()),
+        )
+        for name in figures["ours"]
+    ]
+    show(("", *figures, *pairs), rows, title)
 
 
 def _ratio(value: float | None, other: float | None) -> str:

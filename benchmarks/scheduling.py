@@ -22,7 +22,6 @@ import json
 import multiprocessing
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -31,8 +30,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks import figures
-from benchmarks.figures import in_turns, parser_of, show
+from benchmarks.figures import in_turns, parser_of, ratios, show
 from benchmarks.generation import load_transformers, prompts
 from benchmarks.load import TEXT, completion, run_load
 from benchmarks.servers import MODEL, NAME, serving
@@ -48,6 +46,7 @@ QUEUED = 32
 TURNS = 4
 BYTES_PER_TOKEN = 23040  # of the demo model's KV cache in bfloat16
 VOCABULARY = (1000, 40000)  # token ids of ordinary words
+Row = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,9 @@ def first_s(record: Record) -> float:
     return record.first - record.sent
 
 
-def middle_and_late(values: list[float], name: str) -> dict[str, float]:
-    """Return median and 99th percentile under these names."""
-    return {f"{name} median": statistics.median(values), f"{name} p99": quantile(sorted(values), 0.99)}
+def middle_and_late(values: list[float]) -> tuple[float, float]:
+    """Return median and 99th percentile."""
+    return statistics.median(values), quantile(sorted(values), 0.99)
 
 
 @contextlib.contextmanager
@@ -101,7 +100,7 @@ def warm_server(places: int, **options: object) -> Iterator[int]:
 # --- the loads ---
 
 
-def shared_prefix() -> dict[str, float]:
+def shared_prefix() -> Iterator[Row]:
     """Send the first request alone, then seven more at once; take medians over several prefixes."""
     chance = random.Random(1)
     firsts, latest = [], []
@@ -111,8 +110,12 @@ def shared_prefix() -> dict[str, float]:
             loads = [Load(prefix + words(16, chance), 16) for _ in range(8)]
             firsts += map(first_s, stream(port, loads[:1]))
             latest.append(max(map(first_s, stream(port, loads[1:]))))
-    ratio, _, _ = figures.ratios(latest, firsts)
-    return {"first": statistics.median(firsts), "later": statistics.median(latest), "ratio": ratio}
+    ratio, _, _ = ratios(latest, firsts)
+    yield (
+        f"TTFT of 7 requests that share {SHARED:,} tokens with an earlier one, the longest / that one's",
+        f"{statistics.median(latest) * 1e3:.0f} ms / {statistics.median(firsts) * 1e3:.0f} ms",
+        f"{ratio:.2f}",
+    )
 
 
 def mixed_loads() -> list[Load]:
@@ -120,25 +123,32 @@ def mixed_loads() -> list[Load]:
     return [Load(words(chance.randint(16, 1500), chance), chance.randint(4, 256)) for _ in range(MIXED)]
 
 
-def mixed_lengths() -> dict[str, float]:
+def mixed_lengths() -> Iterator[Row]:
     loads = mixed_loads()
     with warm_server(MIXED) as port:
         began = time.perf_counter()
         records = stream(port, loads)
         seconds = time.perf_counter() - began
+    rate, static = sum(load.new_tokens for load in loads) / seconds, static_rate(loads)
+    yield (
+        f"{MIXED} requests of mixed lengths, tokens/s / static batches of {STATIC} of them",
+        f"{rate:.0f} / {static:.0f}",
+        f"{rate / static:.2f}",
+    )
     gaps = [gap for record in records for gap in record.gaps]
-    rate = sum(load.new_tokens for load in loads) / seconds
-    return {"rate": rate, **middle_and_late(list(map(first_s, records)), "TTFT"), **middle_and_late(gaps, "ITL")}
+    for values, title in ((list(map(first_s, records)), "time to first token"), (gaps, "inter-token latency")):
+        median, late = middle_and_late(values)
+        yield f"the same, {title}, p99 / median", f"{late:.2f} s / {median:.2f} s", f"{late / median:.2f}"
 
 
-def static_batch() -> dict[str, float]:
-    """Run the first static batch only: all of them would take minutes."""
+def static_rate(loads: list[Load]) -> float:
+    """Return the tokens per second of the first static batches: all of them would take minutes."""
     model, _ = load_transformers()
-    loads = mixed_loads()[: STATIC * STATIC_BATCHES]
+    loads = loads[: STATIC * STATIC_BATCHES]
     began = time.perf_counter()
     for first in range(0, len(loads), STATIC):
         generate_static(model, loads[first : first + STATIC])
-    return {"rate": sum(load.new_tokens for load in loads) / (time.perf_counter() - began)}
+    return sum(load.new_tokens for load in loads) / (time.perf_counter() - began)
 
 
 def generate_static(model: Any, batch: list[Load]) -> None:
@@ -164,8 +174,24 @@ def full_lengths() -> list[Load]:
     return [Load(words(chance.randint(16, 300), chance), chance.randint(64, 256)) for _ in range(SCARCE)]
 
 
-def scarce_memory(loads: list[Load], share: float) -> dict[str, Any]:
-    """Run the loads at once, with memory for `share` of what they need at most."""
+def scarce_memory() -> Iterator[Row]:
+    for kind, loads in (("chats", chats()), ("full lengths", full_lengths())):
+        rate, retracted, texts = rate_with_memory(loads, 1 / 3)
+        enough_rate, _, enough_texts = rate_with_memory(loads, 1.0)
+        same = sum(one == other for one, other in zip(texts, enough_texts, strict=True))
+        yield (
+            f"{SCARCE} {kind}, tokens/s, KV memory for a third / enough"
+            f" ({retracted:.0f} retracted, {same} texts alike)",
+            f"{rate:.0f} / {enough_rate:.0f}",
+            f"{rate / enough_rate:.2f}",
+        )
+
+
+def rate_with_memory(loads: list[Load], share: float) -> tuple[float, float, list[int]]:
+    """Run the loads at once, with memory for `share` of what they need at most.
+
+    Return their tokens per second, how many were retracted, and a checksum of each text.
+    """
     needed = sum((len(load.prompt) if isinstance(load.prompt, list) else 32) + load.new_tokens for load in loads)
     memory = share * needed * BYTES_PER_TOKEN / 2**30
     with warm_server(SCARCE, kv_cache_memory_gb=memory, max_model_len=1024) as port:
@@ -175,14 +201,11 @@ def scarce_memory(loads: list[Load], share: float) -> dict[str, Any]:
         time.sleep(1.5)  # the worker sends its gauges once a second
         metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     retracted = next(line for line in metrics.splitlines() if "retracted_requests" in line and line[0] != "#")
-    return {
-        "rate": sum(record.output_tokens for record in records) / seconds,
-        "retracted": float(retracted.split()[-1]),
-        "texts": [record.usage[TEXT] for record in records],
-    }
+    rate = sum(record.output_tokens for record in records) / seconds
+    return rate, float(retracted.split()[-1]), [record.usage[TEXT] for record in records]
 
 
-def long_queue() -> dict[str, float]:
+def long_queue() -> Iterator[Row]:
     """Send requests with two prefixes in any order; the KV memory holds what two of them need, and little more.
 
     A server of each policy takes the same requests in turns. Each turn has new prefixes.
@@ -203,8 +226,13 @@ def long_queue() -> dict[str, float]:
             return turn
 
         rates = in_turns(TURNS, {policy: turns_of(policy) for policy in ("lpm", "fcfs")})
-    ratio, _, _ = figures.ratios(rates["lpm"], rates["fcfs"])
-    return {policy: statistics.median(found) for policy, found in rates.items()} | {"ratio": ratio}
+    ratio, _, _ = ratios(rates["lpm"], rates["fcfs"])
+    yield (
+        f"{QUEUED} requests with one of two prefixes of {SHARED:,} tokens, two at a time, requests/s, lpm / fcfs,"
+        f" {TURNS} turns",
+        f"{statistics.median(rates['lpm']):.1f} / {statistics.median(rates['fcfs']):.1f}",
+        f"{ratio:.2f}",
+    )
 
 
 def queued_loads(chance: random.Random) -> list[Load]:
@@ -224,13 +252,18 @@ def send_long_prompts(port: int) -> None:
                 client.post(path, content=body, headers={"content-type": "application/json"})
 
 
-def beside_long_prompts() -> dict[str, float]:
-    """Return the inter-token latency of a request while another process sends long prompts.
+def beside_long_prompts() -> Iterator[Row]:
+    """Yield the inter-token latency of a request while another process sends long prompts.
 
     The process that takes the times does nothing else: it would be late itself while it writes ten megabytes.
     """
     with warm_server(8) as port, beside(send_long_prompts, port):
-        return middle_and_late(gaps_of_one(port, 500), "ITL")
+        median, late = middle_and_late(gaps_of_one(port, 500))
+    yield (
+        "inter-token latency beside prompts of 2,000,000 and 200,000 words, p99 / median",
+        f"{late * 1e3:.1f} ms / {median * 1e3:.1f} ms",
+        f"{late / median:.2f}",
+    )
 
 
 def gaps_of_one(port: int, tokens: int) -> list[float]:
@@ -253,119 +286,34 @@ def spin() -> None:
         pass
 
 
-def beside_a_busy_process() -> dict[str, float]:
-    """Return the inter-token latency of a request alone, and while a process keeps one core busy."""
+def beside_a_busy_process() -> Iterator[Row]:
+    """Yield the inter-token latency of a request alone, and while a process keeps one core busy."""
     with warm_server(8) as port:
-        alone = middle_and_late(gaps_of_one(port, 300), "alone")
+        alone = middle_and_late(gaps_of_one(port, 300))
         with beside(spin):
-            return alone | middle_and_late(gaps_of_one(port, 300), "beside")
-
-
-PARTS = {
-    "shared prefix": shared_prefix,
-    "mixed lengths": mixed_lengths,
-    "static batch": static_batch,
-    "chats, a third": lambda: scarce_memory(chats(), 1 / 3),
-    "chats, enough": lambda: scarce_memory(chats(), 1.0),
-    "full lengths, a third": lambda: scarce_memory(full_lengths(), 1 / 3),
-    "full lengths, enough": lambda: scarce_memory(full_lengths(), 1.0),
-    "queue": long_queue,
-    "long prompts": beside_long_prompts,
-    "busy process": beside_a_busy_process,
-}
-
-Row = tuple[str, str, str]
-
-
-def run_apart(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = figures.run_apart("benchmarks.scheduling", "--part", name)
-    print(name, {key: value for key, value in found.items() if key != "texts"}, file=sys.stderr)
-    return found
-
-
-def shared_rows() -> Iterator[Row]:
-    found = run_apart("shared prefix")
-    yield (
-        f"TTFT of 7 requests that share {SHARED:,} tokens with an earlier one, the longest / that one's",
-        f"{found['later'] * 1e3:.0f} ms / {found['first'] * 1e3:.0f} ms",
-        f"{found['ratio']:.2f}",
-    )
-
-
-def mixed_rows() -> Iterator[Row]:
-    mixed = run_apart("mixed lengths")
-    static = run_apart("static batch")["rate"]
-    yield (
-        f"{MIXED} requests of mixed lengths, tokens/s / static batches of {STATIC} of them",
-        f"{mixed['rate']:.0f} / {static:.0f}",
-        f"{mixed['rate'] / static:.2f}",
-    )
-    for name, title in (("TTFT", "time to first token"), ("ITL", "inter-token latency")):
-        late, median = mixed[f"{name} p99"], mixed[f"{name} median"]
-        yield f"the same, {title}, p99 / median", f"{late:.2f} s / {median:.2f} s", f"{late / median:.2f}"
-
-
-def scarce_rows() -> Iterator[Row]:
-    for load in ("chats", "full lengths"):
-        third, enough = run_apart(f"{load}, a third"), run_apart(f"{load}, enough")
-        same = sum(one == other for one, other in zip(third["texts"], enough["texts"], strict=True))
-        yield (
-            f"{SCARCE} {load}, tokens/s, KV memory for a third / enough"
-            f" ({third['retracted']:.0f} retracted, {same} texts alike)",
-            f"{third['rate']:.0f} / {enough['rate']:.0f}",
-            f"{third['rate'] / enough['rate']:.2f}",
-        )
-
-
-def queue_rows() -> Iterator[Row]:
-    found = run_apart("queue")
-    yield (
-        f"{QUEUED} requests with one of two prefixes of {SHARED:,} tokens, two at a time, requests/s, lpm / fcfs,"
-        f" {TURNS} turns",
-        f"{found['lpm']:.1f} / {found['fcfs']:.1f}",
-        f"{found['ratio']:.2f}",
-    )
-
-
-def long_rows() -> Iterator[Row]:
-    found = run_apart("long prompts")
-    late, median = found["ITL p99"], found["ITL median"]
-    yield (
-        "inter-token latency beside prompts of 2,000,000 and 200,000 words, p99 / median",
-        f"{late * 1e3:.1f} ms / {median * 1e3:.1f} ms",
-        f"{late / median:.2f}",
-    )
-
-
-def busy_rows() -> Iterator[Row]:
-    found = run_apart("busy process")
-    for name in ("median", "p99"):
-        beside, alone = found[f"beside {name}"], found[f"alone {name}"]
+            busy = middle_and_late(gaps_of_one(port, 300))
+    for name, one, other in zip(("median", "p99"), busy, alone, strict=True):
         yield (
             f"inter-token latency beside a process that keeps one core busy / alone, {name}",
-            f"{beside * 1e3:.1f} ms / {alone * 1e3:.1f} ms",
-            f"{beside / alone:.2f}",
+            f"{one * 1e3:.1f} ms / {other * 1e3:.1f} ms",
+            f"{one / other:.2f}",
         )
 
 
-LOADS = {
-    "shared": shared_rows,
-    "mixed": mixed_rows,
-    "scarce": scarce_rows,
-    "queue": queue_rows,
-    "long": long_rows,
-    "busy": busy_rows,
+LOADS: dict[str, Callable[[], Iterator[Row]]] = {
+    "shared": shared_prefix,
+    "mixed": mixed_lengths,
+    "scarce": scarce_memory,
+    "queue": long_queue,
+    "long": beside_long_prompts,
+    "busy": beside_a_busy_process,
 }
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("loads", nargs="*", choices=("all", *LOADS), default="all", help="which loads")
-    parser.add_argument("--part", choices=PARTS, help="run only this one and print its figures as JSON")
     arguments = parser.parse_args()
-    if arguments.part:
-        print(json.dumps(PARTS[arguments.part]()))
-        return
     names = LOADS if "all" in arguments.loads else arguments.loads
     rows = [row for name in names for row in LOADS[name]()]
     show(("", "measured", "ratio"), rows, "Scheduling of the rolling batch, SmolLM2-135M (bf16), over HTTP, streaming")
