@@ -34,13 +34,13 @@ def unpack(archive: Path, target: Path, limits: ArchiveLimits, report: Callable[
     """
     allowance = Allowance(limits, archive.stat().st_size, report)
     try:
-        with Tree(target, allowance) as tree:
-            # The content alone does not tell: is_zipfile looks at the end, and a tar may end with a zip file.
-            if archive.name.lower().endswith(_ZIP_SUFFIXES) and zipfile.is_zipfile(archive):
-                unpack_zip(archive, tree, allowance)
-            else:
-                unpack_tar(archive, tree, allowance)
-            tree.check_links()
+        tree = Tree(target, allowance)
+        # The content alone does not tell: is_zipfile looks at the end, and a tar may end with a zip file.
+        if archive.name.lower().endswith(_ZIP_SUFFIXES) and zipfile.is_zipfile(archive):
+            unpack_zip(archive, tree, allowance)
+        else:
+            unpack_tar(archive, tree, allowance)
+        tree.check_links()
     except _DAMAGED as error:
         raise _damage_error(error) from error
     except OSError as error:
