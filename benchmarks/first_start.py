@@ -18,11 +18,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
 from benchmarks.figures import parser_of, show
 from benchmarks.raw_load import PROMPT, TOKEN, post
 from benchmarks.servers import MODEL, Server, UnavailableError, started
+from lmi_server.processes.usage import measure_usage
 
 KINDS = ("bf16", "q8_0", "q4_0")
 _REQUEST = post("/invocations", {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}, "stream": True})
@@ -44,7 +43,7 @@ def start(model: Path, kind: str, kernels: str) -> Start:
     with started(sys.executable, *command, **variables) as server:
         server.wait_until_ready()
         took = first_token(server)
-        return Start(server.ready_s, server.ready_s + took, processor_s(server))
+        return Start(server.ready_s, server.ready_s + took, measure_usage(server.pids()[0]).cpu_s)
 
 
 def first_token(server: Server) -> float:
@@ -58,12 +57,6 @@ def first_token(server: Server) -> float:
                 raise UnavailableError(f"the server ended the answer without a token: {received!r}")
             received += more
     return time.perf_counter() - began
-
-
-def processor_s(server: Server) -> float:
-    """Return the processor time of a server's processes, and of those that have ended."""
-    times = [psutil.Process(pid).cpu_times() for pid in server.pids()]
-    return sum(each.user + each.system + each.children_user + each.children_system for each in times)
 
 
 def main() -> None:

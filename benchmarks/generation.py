@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.figures import parser_of, run_apart, show
@@ -41,16 +41,18 @@ def prompts(count: int) -> list[str]:
     ]
 
 
-def measure(run: Callable[[int], None]) -> dict[int, list[float]]:
-    """Return tokens per second of each run at each concurrency; `run(count)` generates for `count` prompts at once."""
-    run(2)
+def measure(
+    run: Callable[[int], None], counts: Sequence[int] = CONCURRENCIES, tokens: int = NEW_TOKENS
+) -> dict[int, list[float]]:
+    """Return tokens per second of each run at each of `counts`; `run(count)` generates for `count` prompts at once."""
+    run(min(2, max(counts)))
     rates: dict[int, list[float]] = {}
-    for concurrency in CONCURRENCIES:
-        rates[concurrency] = []
+    for count in counts:
+        rates[count] = []
         for _ in range(RUNS):
             began = time.perf_counter()
-            run(concurrency)
-            rates[concurrency].append(concurrency * NEW_TOKENS / (time.perf_counter() - began))
+            run(count)
+            rates[count].append(count * tokens / (time.perf_counter() - began))
     return rates
 
 

@@ -6,10 +6,12 @@ gguf as it is, and with what lmi_server/processes/gguf_package.py makes of it.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
+from functools import partial
 from statistics import median
+
+from benchmarks.figures import in_turns, parser_of
 
 _LOAD = """
 import sys, time
@@ -28,18 +30,19 @@ print(read - began, time.process_time() - read)
 """
 
 
+def _seconds(way: str) -> list[float]:
+    done = subprocess.run([sys.executable, "-c", _LOAD, way], capture_output=True, text=True, check=True)
+    return [float(seconds) for seconds in done.stdout.split()]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--turns", type=int, default=3)
     turns = parser.parse_args().turns
-    found: dict[str, list[list[float]]] = {"as it is": [], "prepared": []}
-    for _ in range(turns):
-        for name, taken in found.items():
-            done = subprocess.run([sys.executable, "-c", _LOAD, name], capture_output=True, text=True, check=True)
-            taken.append([float(seconds) for seconds in done.stdout.split()])
-    for name, taken in found.items():
+    runs = {way: partial(_seconds, way) for way in ("as it is", "prepared")}
+    for way, taken in in_turns(turns, runs, warm=False).items():
         tokenizer, weights = (median(seconds) for seconds in zip(*taken, strict=True))
-        print(f"gguf {name}: {tokenizer:.1f} s for the tokenizer, {weights:.1f} s for the weights")
+        print(f"gguf {way}: {tokenizer:.1f} s for the tokenizer, {weights:.1f} s for the weights")
 
 
 if __name__ == "__main__":

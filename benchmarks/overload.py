@@ -18,10 +18,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.figures import parser_of
+from benchmarks.figures import parser_of, show
 from benchmarks.load import LMI, send, tokens_within
 from benchmarks.servers import echo_server
 from lmi_server.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
@@ -100,21 +98,24 @@ async def run(seconds: float) -> Result:
     return Result(alone, kept, counts, refused, accepted, recovery_s(probes, alone_s), pause)
 
 
-def table(result: Result, seconds: float) -> Table:
+def report(result: Result, seconds: float) -> None:
+    """Print the figures beside their aims."""
+
     def ms(values: list[float]) -> str:
         ordered = sorted(values)
         return " / ".join(f"{1000 * quantile(ordered, share):,.1f}" for share in (0.5, 0.99, 1) if ordered) or "-"
 
-    report = Table("measured", "", "aim", title=f"{OVERLOAD} times the capacity for {seconds:g} s")
-    report.add_row("tokens/s, all places in use, none waiting", f"{result.alone:,.0f}")
     ratio = result.kept / result.alone
-    report.add_row("tokens/s under overload", f"{result.kept:,.0f} ({ratio:.3f})", f">= {MIN_THROUGHPUT}")
-    report.add_row("answers by status", ", ".join(f"{code}: {n:,}" for code, n in sorted(result.counts.items())))
-    report.add_row("ms to a 503: median / 99 % / longest", ms(result.refusals), f"median <= {MAX_REFUSAL_MS:g}")
-    report.add_row("ms to the end of an answer: the same", ms(result.accepted))
-    report.add_row("s to recovery", f"{result.recovery:.2f}", f"<= {MAX_RECOVERY_S:g}")
-    report.add_row("ms, longest delay of the load generator", f"{1000 * result.late:,.0f}")
-    return report
+    rows = (
+        ("tokens/s, all places in use, none waiting", f"{result.alone:,.0f}"),
+        ("tokens/s under overload", f"{result.kept:,.0f} ({ratio:.3f})", f">= {MIN_THROUGHPUT}"),
+        ("answers by status", ", ".join(f"{code}: {n:,}" for code, n in sorted(result.counts.items()))),
+        ("ms to a 503: median / 99 % / longest", ms(result.refusals), f"median <= {MAX_REFUSAL_MS:g}"),
+        ("ms to the end of an answer: the same", ms(result.accepted)),
+        ("s to recovery", f"{result.recovery:.2f}", f"<= {MAX_RECOVERY_S:g}"),
+        ("ms, longest delay of the load generator", f"{1000 * result.late:,.0f}"),
+    )
+    show(("measured", "", "aim"), rows, f"{OVERLOAD} times the capacity for {seconds:g} s")
 
 
 def main() -> None:
@@ -122,7 +123,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the overload lasts")
     arguments = parser.parse_args()
     result = uvloop.run(run(arguments.seconds))
-    Console(width=120).print(table(result, arguments.seconds))
+    report(result, arguments.seconds)
     sys.exit(0 if result.is_good else 1)
 
 

@@ -16,7 +16,6 @@ day does, with bursts of a minute. Of conversations the trace says nothing: here
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import itertools
 import math
@@ -31,9 +30,8 @@ from unittest.mock import patch
 import msgspec
 from ray.serve import autoscaling_policy
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.figures import parser_of, show
 from lmi_server.contract.errors import QueueFullError
 from lmi_server.contract.link import WorkerLink, frame, from_worker_decoder
 from lmi_server.contract.protocol import Input, Load, Message, Reply, Stats, Submit
@@ -161,7 +159,6 @@ class Cluster:
         # What is measured.
         self.waits: list[float] = []
         self.imbalance: list[float] = []
-        self.lags: list[float] = []
         self.sizes: list[tuple[int, int]] = []  # replicas wanted and running
         self.reusable = self.reused = self.refused = self.served = 0
         self.routing_s = self.policy_s = 0.0
@@ -344,7 +341,7 @@ def reports_ms(replicas: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--front-ends", type=int, default=4)
@@ -371,10 +368,7 @@ def main() -> None:
         "longest time with too few replicas, s": f"{lag_s(cluster.sizes):,.0f}",
     }
     named = f"{arguments.replicas:,} replicas, {arguments.front_ends} front ends, {arguments.minutes:g} virtual minutes"
-    table = Table("measured", named, title="A simulated cluster")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console(width=110).print(table)
+    show(("measured", named), rows.items(), "A simulated cluster", 110)
 
 
 if __name__ == "__main__":

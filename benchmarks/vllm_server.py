@@ -280,23 +280,11 @@ def engine_runs(runs: int) -> dict[str, list[float]]:
 # --- the parts ---
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One comparison: with the same settings or with each server's defaults, and the kind of load."""
-
-    same: bool
-    kind: str  # streaming, whole, prefix, cpu
-
-
-PARTS = {
-    "defaults-streaming": Part(same=False, kind="streaming"),
-    "defaults-whole": Part(same=False, kind="whole"),
-    "defaults-prefix": Part(same=False, kind="prefix"),
-    "same-streaming": Part(same=True, kind="streaming"),
-    "same-whole": Part(same=True, kind="whole"),
-    "same-prefix": Part(same=True, kind="prefix"),
-    "cpu": Part(same=True, kind="cpu"),
-}
+# What comes behind "same" or "defaults" is the kind of load.
+PARTS = (
+    *(f"{settings}-{kind}" for settings in ("defaults", "same") for kind in ("streaming", "whole", "prefix")),
+    "cpu",
+)
 READY = "ready"
 Aims = Mapping[tuple[str, int], float]  # by part and connections: the least ratio of the rates
 _AIMS: Mapping[str, Aims] = {
@@ -352,7 +340,7 @@ def run_part(
     name: str, servers: Mapping[str, LoggedServer], aims: Aims, concurrencies: Sequence[int], runs: int
 ) -> None:
     """Run one part on both servers and print its table."""
-    kind, loads = PARTS[name].kind, list[Load]()
+    kind, loads = name.rpartition("-")[2], list[Load]()
     comparison = Comparison(name)
     if kind == "cpu":
         _add_cpu(comparison, compare(servers, Load(max(CONCURRENCIES), stream=True), runs), runs)
@@ -394,8 +382,8 @@ def report(rolling_batch: str, parts: Sequence[str], concurrencies: Sequence[int
     if READY in parts:
         ready(starts)
     loads = [name for name in PARTS if name in parts]
-    for same, names in itertools.groupby(loads, lambda name: PARTS[name].same):
-        with both(starts, SAME if same else None) as servers:
+    for defaults, names in itertools.groupby(loads, lambda name: name.startswith("defaults")):
+        with both(starts, None if defaults else SAME) as servers:
             for name in names:
                 run_part(name, servers, _AIMS[rolling_batch], concurrencies, runs)
 

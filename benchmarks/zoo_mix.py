@@ -14,7 +14,7 @@ import asyncio
 import copy
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,14 +109,22 @@ def mixed(directory: Path, model: Any, right: Sequence[Answer], generated: Calla
 
     Some models keep the state of their last text, and begin a text of one token with it: `right` is of a new model.
     """
-    try:
+
+    async def compared() -> Outcome:
         saved = _saved_adapter(copy.deepcopy(model), directory / _ADAPTER)
         adapted = None if saved is None else with_adapter(model, saved)
         expected = [
             generated(adapted, text) if adapted is not None and number % 3 == 2 else right[number]
             for number, text in enumerate(prompts())
         ]
-        return asyncio.run(_mixed(directory, model, saved, expected))
+        return await _mixed(directory, model, saved, expected)
+
+    return _outcome(compared())
+
+
+def _outcome(compared: Coroutine[Any, Any, Outcome]) -> Outcome:
+    try:
+        return asyncio.run(compared)
     except LmiServerError as error:
         return Outcome("scheduler", RAW, error.message)
     except Exception as error:  # noqa: BLE001 - the border to the code of any model
@@ -177,12 +185,7 @@ class _Difference:
 
 def alike(directory: Path, model: Any) -> Outcome:
     """Compare the answers to each text alone with those in a batch, in bfloat16."""
-    try:
-        return asyncio.run(_alike(directory, model))
-    except LmiServerError as error:
-        return Outcome("scheduler", RAW, error.message)
-    except Exception as error:  # noqa: BLE001 - the border to the code of any model
-        return Outcome("scheduler", RAW, describe(error))
+    return _outcome(_alike(directory, model))
 
 
 async def _alike(directory: Path, model: Any) -> Outcome:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import generation
 from benchmarks.load import LMI, run_load
 from benchmarks.servers import serving
 from handlers.checkpoints.blocks.quantizing import quantize_to_blocks
@@ -34,7 +35,6 @@ from handlers.rolling_batch.runner.load_check import LoadCheck
 from lmi_server.contract.generation import SamplingParameters
 from scripts.gpu_check.shapes import CONTEXT, bytes_per_step, random_model, tokenizer, write_checkpoint
 
-RUNS = 3
 PROMPT = 20  # tokens
 _RANK = 16  # of adapters
 _GIB = 2**30
@@ -51,16 +51,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def measure(run: Run, counts: list[int], tokens: int) -> dict[int, float]:
     """Return the median of the tokens per second for each count."""
-    run(min(2, max(counts)))
-    rates = {}
-    for count in counts:
-        seconds = []
-        for _ in range(RUNS):
-            began = time.perf_counter()
-            run(count)
-            seconds.append(time.perf_counter() - began)
-        rates[count] = count * tokens / statistics.median(seconds)
-    return rates
+    return {count: statistics.median(rates) for count, rates in generation.measure(run, counts, tokens).items()}
 
 
 def load(
@@ -184,8 +175,8 @@ def ours_with_prompts(shape: str, device: str, tokens: int, counts: list[int]) -
         return count * length / (time.perf_counter() - began)
 
     run(max(counts), short)
-    rates = {count: statistics.median(run(count, short) for _ in range(RUNS)) for count in counts}
-    return {"rates": rates, "long": statistics.median(run(1, long) for _ in range(RUNS))} | _memory(device)
+    rates = {count: statistics.median(run(count, short) for _ in range(generation.RUNS)) for count in counts}
+    return {"rates": rates, "long": statistics.median(run(1, long) for _ in range(generation.RUNS))} | _memory(device)
 
 
 def ours(shape: str, device: str, tokens: int, counts: list[int]) -> Result:
