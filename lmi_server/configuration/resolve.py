@@ -26,6 +26,7 @@ from lmi_server.configuration.layers import Given, SortedKeys, Source, build
 from lmi_server.configuration.model_directory.checkpoint import CheckpointFacts, locate_model, read_config
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.machine.inventory import Machine, this_machine
 
@@ -221,6 +222,10 @@ def model_name(model_dir: Path) -> str:
 
 def _checked_directory(directory: Path) -> Path:
     model_dir = Path(os.path.abspath(directory))
+    if len(str(model_dir).splitlines()) > 1:  # every message names it, and would look like several
+        raise ConfigurationError(
+            f'model directory "{excerpt(str(model_dir), 200)}" has a line end in its name; rename it'
+        )
     if not model_dir.exists():
         raise ConfigurationError(
             f"{model_dir}: there is no such directory; a model is {MODEL_FORMS}{how_to_write(model_dir)}"

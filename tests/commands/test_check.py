@@ -90,6 +90,17 @@ def test_an_index_of_any_depth_is_read(tmp_path: Path) -> None:
     assert f"{INDEX}: is cut" in printed
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\u2028"])
+def test_a_directory_with_a_line_end_in_its_name_is_refused_on_one_line(end: str, tmp_path: Path) -> None:
+    directory = Path(model(tmp_path / f"a{end}ERROR forged", "engine=Python\nminWorkers=many\n")).parent
+    for command in ("check", "explain"):
+        done = CliRunner().invoke(app, [command, str(directory)])
+        assert done.exit_code == 1
+        (line,) = (done.stdout + done.stderr).splitlines()
+        assert line.startswith(f'model directory "{tmp_path}/a\\')
+        assert line.endswith('ERROR forged" has a line end in its name; rename it')
+
+
 def test_a_value_controls_no_terminal(tmp_path: Path) -> None:
     text = "option.entryPoint=djl_python.echo\nminWorkers=\\u001b[2J\\nforged\noption.nokey\\u009b=\\u202e\n"
     path = model(tmp_path / "hostile", text)
