@@ -1,9 +1,8 @@
 """The access log: a line for each inference request, once its answer has ended.
 
-Some dozen lines are made together: one call for each would take longer, and those of a fifth of a second would stop the
-event loop for a millisecond or two. All that this time brings goes to the thread that writes the log as one record: a
-record wakes that thread, which takes the interpreter from the event loop several times. No line has headers or queries;
-the body is in a line only if `log_prompts` asks for it.
+Many lines go to the thread that writes the log as one record: each record wakes that thread, which takes the
+interpreter from the event loop several times. No line has headers or queries; the body is in a line only if
+`log_prompts` asks for it.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from lmi_server.configuration.server_settings import ServerSettings
 from lmi_server.contract.texts.quoting import excerpt
 
 _LOGGER = "access"
-_MADE_TOGETHER = 64  # lines, in 70 us
-_MAX_BYTES = 1 << 20  # of lines that wait for the thread
+_MADE_TOGETHER = 256  # lines, in 0.3 ms
 _DELAY_S = 0.2
 _LONGEST_ID = 256  # characters
 _WORD = re.compile(r"[^\s\"=\x00-\x1f]+")
@@ -62,8 +60,6 @@ class RequestLog:
         self._encode = _FORMATS[format_name]
         self._sample = sample
         self._records: list[RequestRecord] = []  # whose lines are to be made
-        self._lines: list[bytes] = []  # made, to be written
-        self._bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._logger = logging.getLogger(_LOGGER)
 
@@ -78,17 +74,9 @@ class RequestLog:
             return
         self._records.append(record)
         if len(self._records) >= _MADE_TOGETHER:
-            self._make_lines()
-        if self._timer is None:
+            self.flush()
+        elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY_S, self.flush)
-
-    def _make_lines(self) -> None:
-        lines = self._encode(_lines(self._records))
-        self._records.clear()
-        self._lines.append(lines)
-        self._bytes += len(lines)
-        if self._bytes >= _MAX_BYTES:
-            self._write()
 
     def flush(self) -> None:
         """Write what waits."""
@@ -96,14 +84,8 @@ class RequestLog:
             self._timer.cancel()
             self._timer = None
         if self._records:
-            self._make_lines()
-        if self._lines:
-            self._write()
-
-    def _write(self) -> None:
-        self._logger.handle(WrittenLines(_LOGGER, *self._lines))
-        self._lines.clear()
-        self._bytes = 0
+            self._logger.handle(WrittenLines(_LOGGER, self._encode(_lines(self._records))))
+            self._records.clear()
 
 
 def _lines(records: Sequence[RequestRecord]) -> list[RequestLine]:

@@ -15,9 +15,8 @@ import os
 import queue
 import select
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from itertools import islice
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
@@ -35,7 +34,6 @@ _LOOKS = 10  # at a log that is being closed, in this time
 _CLOSE_LIMITS = 15  # of these times, for a reader that goes on
 _KEPT_LINES = 500
 _LONGEST_KEPT = 4096  # characters
-_MAX_WRITTEN_TOGETHER = 1024  # texts: writev(2) takes no more
 # Bytes, a page of a pipe: a blocking write returns when a reader has taken all of it, and the end of the log waits as
 # long as some do. Larger pieces save a millisecond of a megabyte.
 _PIECE = 4 << 10
@@ -339,19 +337,16 @@ class _DescriptorHandler(logging.Handler):
         self._write([TERMINAL.around_lines(text) for text in texts] if self._is_terminal else texts)
 
     def _write(self, texts: Sequence[bytes]) -> None:
-        left = deque(itertools.chain.from_iterable(map(_pieces, texts)))
         with contextlib.suppress(OSError):  # the reader of the log is gone
-            while left:
-                try:
-                    written = os.writev(self._fd, _next_pieces(left))
-                except BlockingIOError:  # another process that shares the pipe has made it non-blocking
-                    select.select((), (self._fd,), ())
-                    continue
-                self.written += written
-                while left and written >= len(left[0]):
-                    written -= len(left.popleft())
-                if written:
-                    left[0] = left[0][written:]
+            for piece in itertools.chain.from_iterable(map(_pieces, texts)):
+                while piece:
+                    try:
+                        written = os.write(self._fd, piece)
+                    except BlockingIOError:  # another process that shares the pipe has made it non-blocking
+                        select.select((), (self._fd,), ())
+                        continue
+                    self.written += written
+                    piece = piece[written:]
 
 
 def _pieces(text: bytes) -> Iterator[memoryview]:
@@ -362,15 +357,3 @@ def _pieces(text: bytes) -> Iterator[memoryview]:
         yield view[start:end]
         start = end
     yield view[start:]
-
-
-def _next_pieces(left: Iterable[memoryview]) -> list[memoryview]:
-    """Return the pieces that are written together."""
-    taken: list[memoryview] = []
-    size = 0
-    for piece in islice(left, _MAX_WRITTEN_TOGETHER):
-        size += len(piece)
-        if taken and size > _PIECE:
-            break
-        taken.append(piece)
-    return taken
