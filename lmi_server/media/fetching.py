@@ -123,7 +123,7 @@ class _Clock:
 def _opener(connect: _Connect, private: bool, hosts: Collection[str]) -> OpenerDirector:
     """Return what opens URLs. A proxy, or FTP behind a redirect, would connect without the check of the address."""
     proxies = ProxyHandler() if private else ProxyHandler({})
-    return build_opener(proxies, _Http(connect), _Https(connect), _NoFtp(), _Hosts(hosts))
+    return build_opener(proxies, _Http(connect), _NoFtp(), _Hosts(hosts))
 
 
 class _Hosts(BaseHandler):
@@ -145,19 +145,13 @@ class _Hosts(BaseHandler):
     https_request = _check
 
 
-class _Http(HTTPHandler):
+class _Http(HTTPHandler, HTTPSHandler):
     def __init__(self, connect: _Connect) -> None:
         super().__init__()
         self._connect = connect
 
     def http_open(self, req: Request) -> HTTPResponse:
         return self.do_open(_connection_factory(HTTPConnection, self._connect), req)
-
-
-class _Https(HTTPSHandler):
-    def __init__(self, connect: _Connect) -> None:
-        super().__init__()
-        self._connect = connect
 
     def https_open(self, req: Request) -> HTTPResponse:
         return self.do_open(_connection_factory(HTTPSConnection, self._connect), req)

@@ -250,9 +250,7 @@ def _print(console: Console, result: SearchResult) -> None:
 
 
 def _rich(table: PageTable, title: str) -> Table:
-    shown = Table(title=title)
-    for column in table.columns:
-        shown.add_column(column)
+    shown = Table(*table.columns, title=title)
     for row in table.rows:
         shown.add_row(*row)
     return shown
@@ -272,9 +270,8 @@ def _line(trial: TuneTrial) -> str:
 
 
 def _front(trials: Sequence[TuneTrial], unit: str) -> Table:
-    table = Table(title="none is both faster and better in its p99 end to end")
-    for name in ("trial", unit, "p99 end to end, s", "settings"):
-        table.add_column(name)
+    columns = ("trial", unit, "p99 end to end, s", "settings")
+    table = Table(*columns, title="none is both faster and better in its p99 end to end")
     for trial in trials:
         settings = "\n".join(f"{key}={value}" for key, value in trial.settings.items()) or "as it is"
         p99 = trial.outcome.figures["e2el_ms"]["p99"] / 1000
