@@ -10,27 +10,24 @@ page's memory changed. Needs Playwright and the Chromium of `make setup`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import os
 import statistics
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from shutil import which
 from typing import TYPE_CHECKING
 
 from benchmarks.figures import parser_of, show
 from benchmarks.load import CHAT, send
 from benchmarks.servers import echo_server
 from lmi_server.bench.arrivals import ClosedLoop
+from scripts.console_pictures import headless
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 TOKEN_MS = 20
 SETTLE_S = 5.0  # until the page has its charts and its first points
-CHROMIUM = Path(sys.prefix) / "chromium" / "chromium"
 # A chart is cleared before it is drawn again.
 NOTE_DRAWINGS = """
     window.drawings = [];
@@ -60,35 +57,27 @@ def heap_mib(page: Page) -> float:
     return float(found)
 
 
+@contextlib.contextmanager
 def opened(port: int) -> Iterator[Page]:
-    from playwright.sync_api import sync_playwright
-
-    path, own = which("chromium"), {}
-    if CHROMIUM.exists():
-        path = str(CHROMIUM)
-        own = {"LD_LIBRARY_PATH": str(CHROMIUM.parent / "lib"), "FONTCONFIG_PATH": str(CHROMIUM.parent)}
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], env={**os.environ, **own})
+    with headless() as browser:
         page = browser.new_page(locale="en-US")  # Chromium makes no language of the locale POSIX
         page.add_init_script(NOTE_DRAWINGS)
         page.goto(f"http://127.0.0.1:{port}/#live")
         yield page
-        browser.close()
 
 
 def measure(streams: int, seconds: float) -> None:
     options = {"echo_delay_ms": TOKEN_MS, "max_rolling_batch_size": streams}
-    with echo_server(**options) as server, ThreadPoolExecutor(1) as pool:
-        for page in opened(server.port):
-            tokens = round((seconds + 2 * SETTLE_S) * 1000 / TOKEN_MS)
-            running = pool.submit(stream, server.port, tokens, streams)
-            page.get_by_role("img", name="Requests: running").wait_for()  # drawn once there are figures
-            page.wait_for_timeout(SETTLE_S * 1000)
-            before, begin = heap_mib(page), page.evaluate("performance.now()")
-            page.wait_for_timeout(seconds * 1000)
-            drawn = page.evaluate("begin => window.drawings.filter((at) => at > begin)", begin)
-            after = heap_mib(page)
-            complete = running.result()
+    with echo_server(**options) as server, ThreadPoolExecutor(1) as pool, opened(server.port) as page:
+        tokens = round((seconds + 2 * SETTLE_S) * 1000 / TOKEN_MS)
+        running = pool.submit(stream, server.port, tokens, streams)
+        page.get_by_role("img", name="Requests: running").wait_for()  # drawn once there are figures
+        page.wait_for_timeout(SETTLE_S * 1000)
+        before, begin = heap_mib(page), page.evaluate("performance.now()")
+        page.wait_for_timeout(seconds * 1000)
+        drawn = page.evaluate("begin => window.drawings.filter((at) => at > begin)", begin)
+        after = heap_mib(page)
+        complete = running.result()
     gaps = [later - earlier for earlier, later in itertools.pairwise([begin, *drawn])]
     rows = [
         ("streams that were complete", f"{complete} of {streams}", "all"),

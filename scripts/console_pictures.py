@@ -6,11 +6,13 @@ and shows the parts of its console in headless Chromium. It needs Playwright and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import which
 from typing import TYPE_CHECKING
 
 import httpx
@@ -71,17 +73,27 @@ PICTURES: Mapping[str, tuple[str, str, Callable[[Page], None]]] = {
 """By file: the theme, the part of the page, and what shows it."""
 
 
-def main() -> None:
+@contextlib.contextmanager
+def headless() -> Iterator[Browser]:
+    """Start the Chromium of `make setup`, or the machine's where that is not."""
     from playwright.sync_api import sync_playwright
 
-    url, *directory = sys.argv[1:]
+    is_own = CHROMIUM.exists()
     variables = {"LD_LIBRARY_PATH": str(CHROMIUM.parent / "lib"), "FONTCONFIG_PATH": str(CHROMIUM.parent)}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox"], env={**os.environ, **variables}
+            executable_path=CHROMIUM if is_own else which("chromium"),
+            args=["--no-sandbox"],
+            env={**os.environ, **(variables if is_own else {})},
         )
-        take(browser, url.rstrip("/"), Path(*directory or ("docs",)))
+        yield browser
         browser.close()
+
+
+def main() -> None:
+    url, *directory = sys.argv[1:]
+    with headless() as browser:
+        take(browser, url.rstrip("/"), Path(*directory or ("docs",)))
 
 
 if __name__ == "__main__":

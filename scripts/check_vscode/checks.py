@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from lmi_server.machine.ports import free_port
-from scripts.console_pictures import CHROMIUM, LIMIT_MS
+from scripts.console_pictures import LIMIT_MS, headless
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -31,19 +30,13 @@ COMMAND = [sys.executable, "-m", "lmi_server", "lsp"]
 
 
 def main() -> None:
-    from playwright.sync_api import sync_playwright
-
     directory = Path(sys.argv[1]).resolve()
-    variables = {"LD_LIBRARY_PATH": str(CHROMIUM.parent / "lib"), "FONTCONFIG_PATH": str(CHROMIUM.parent)}
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+    with tempfile.TemporaryDirectory() as folder, headless() as browser:
         work = Path(folder, "chat")
         work.mkdir()
         (work / "serving.properties").write_text(PROPERTIES, encoding="utf-8")
         (work / "model.yaml").write_text(MODEL_FILE, encoding="utf-8")
         with serving(directory, Path(folder, "data")) as url:
-            browser = playwright.chromium.launch(
-                executable_path=CHROMIUM, args=["--no-sandbox"], env={**os.environ, **variables}
-            )
             page = browser.new_context(viewport={"width": 1280, "height": 800}, locale="en-US").new_page()
             page.set_default_timeout(LIMIT_MS)
             page.goto(f"{url}/?folder={work}")
@@ -51,7 +44,6 @@ def main() -> None:
                 use(page, work)
             finally:
                 page.screenshot(path=directory / "last.png")
-            browser.close()
     print("the extension works in VS Code")
 
 
