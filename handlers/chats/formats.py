@@ -54,10 +54,9 @@ class ReasoningFormat:
     begins_inside: bool = False
 
 
-def _json_header(before: str = r"\{") -> regex.Pattern[str]:
-    """Return the pattern of a call's JSON up to its arguments; fields such as its id may stand before its name."""
-    fields = r'\s*(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*'
-    return regex.compile(rf'[\s,;\[\]}}]*{before}{fields}"(?:arguments|parameters)"\s*:\s*(?=\{{)')
+# A call's JSON up to its arguments; fields such as its id may stand before its name.
+_FIELDS = r'\s*(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*'
+_JSON_HEADER = regex.compile(rf'[\s,;\[\]}}]*\{{{_FIELDS}"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 
 
 def _named_header(pattern: str) -> regex.Pattern[str]:
@@ -70,12 +69,12 @@ def _mistral_id(name: str, index: int) -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-_JSON = functools.partial(JsonCalls, header=_json_header())
-_KNOWN_JSON = functools.partial(JsonCalls, header=_json_header(), known=True)
+_JSON = functools.partial(JsonCalls, header=_JSON_HEADER)
+_KNOWN_JSON = functools.partial(JsonCalls, header=_JSON_HEADER, known=True)
 _MISTRAL = functools.partial(
     JsonCalls,
     header=regex.compile(
-        rf"(?:{_json_header().pattern})|\s*+(?:\[TOOL_CALLS\]\s*+)?(?P<name>[\w.-]++)\s*+(?:\[CALL_ID\]\w++\s*+)?(?:\[ARGS\]\s*+)?(?=\{{)"
+        rf"(?:{_JSON_HEADER.pattern})|\s*+(?:\[TOOL_CALLS\]\s*+)?(?P<name>[\w.-]++)\s*+(?:\[CALL_ID\]\w++\s*+)?(?:\[ARGS\]\s*+)?(?=\{{)"
     ),
 )
 _DEEPSEEK = functools.partial(

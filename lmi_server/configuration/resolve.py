@@ -123,17 +123,14 @@ class Inspection:
 
 
 def resolve_model(
-    directory: Path,
-    environment: Mapping[str, str],
-    registration: Mapping[str, str] = _NOTHING,
-    handlers: HandlerTable = HANDLERS,
+    directory: Path, environment: Mapping[str, str], registration: Mapping[str, str] = _NOTHING
 ) -> ResolvedModel:
     """Resolve the model in `directory`.
 
     `registration` holds the values of the registration call, by key in full. Raises ConfigurationError with all
     problems, one per line.
     """
-    return inspect_model(directory, environment, registration, handlers=handlers).resolved()
+    return inspect_model(directory, environment, registration).resolved()
 
 
 def inspect_model(

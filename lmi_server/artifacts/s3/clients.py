@@ -216,15 +216,21 @@ class Boto3(S3Client):
             return below or [found for found in self._list(prefix, activity) if found.key == prefix]
 
     def download(self, downloads: Sequence[Download], activity: Activity, on_bytes: OnBytes, lock: int) -> None:
-        client, counted = self._client, _Counter(on_bytes)
+        client, lock_of_total, total = self._client, threading.Lock(), 0
+
+        def count(received: int) -> None:
+            nonlocal total
+            with lock_of_total:
+                total += received
+                on_bytes(total)
 
         def fetch(download: Download) -> None:
             activity.check()
-            client.download_file(self.location.bucket, download.source.key, str(download.path), Callback=counted.add)
+            client.download_file(self.location.bucket, download.source.key, str(download.path), Callback=count)
 
         directory = downloads[0].path.parent
         with self._errors(), file_errors(directory), ThreadPoolExecutor(_BOTO3_FILES_AT_ONCE) as executor:
-            _run_all(executor, fetch, downloads)
+            list(executor.map(fetch, downloads))  # after the first failure it starts no further one
 
     def _list(self, prefix: str, activity: Activity) -> list[S3Object]:
         found = []
@@ -257,30 +263,6 @@ class Boto3(S3Client):
             return boto3.session.Session().client("s3", endpoint_url=self._endpoint)
         except ValueError as error:
             raise ArtifactError(f"{error}; AWS_ENDPOINT_URL, or STORAGE_EMULATOR_HOST for gs://, is a URL") from error
-
-
-def _run_all(executor: ThreadPoolExecutor, fetch: Callable[[Download], None], downloads: Sequence[Download]) -> None:
-    """Fetch all files; after the first failure, start no further one."""
-    futures = [executor.submit(fetch, download) for download in downloads]
-    try:
-        for future in futures:
-            future.result()
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-class _Counter:
-    """Adds up the bytes that several threads receive."""
-
-    def __init__(self, on_bytes: Callable[[int], None]) -> None:
-        self._on_bytes = on_bytes
-        self._lock = threading.Lock()
-        self._total = 0
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._total += count
-            self._on_bytes(self._total)
 
 
 _UNREACHABLE = frozenset({"RequestError", "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError"})
