@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_attention import DTYPE, Pages, layers_for, seconds
+from benchmarks.gpu_attention import DTYPE, Pages, layers_for, require_gpu, seconds
 from handlers.rolling_batch.pages import launch
 from handlers.rolling_batch.pages.launch import PageLayer, Tuning
 from lmi_server.contract.errors import first_line
@@ -154,11 +153,9 @@ def described(sequences: Sequences, make: Callable[[], Attend], took: float) -> 
     return f"{other * 1e6:.1f} us, {other / took:.2f} of ours{note}"
 
 
-def main() -> int:
+def main() -> None:
     """Print a line for each shape."""
-    if not torch.cuda.is_available():
-        print("attention_libraries needs a GPU by NVIDIA", file=sys.stderr)
-        return 0
+    require_gpu("attention_libraries")
     for name in ("flashinfer", "flash_attn"):
         if find_spec(name) is None:
             print(f"{name} is not installed")
@@ -171,8 +168,7 @@ def main() -> int:
             print(f"{name}: {batch} x {rows} rows, context {context}: ours {took * 1e6:.1f} us")
             for library_name, make in others(sequences):
                 print(f"    {library_name}: {described(sequences, make, took)}", flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -33,6 +33,13 @@ _LAYERS_BYTES = 2**28  # of keys and values of one measurement at least, several
 _REPEATS = 7
 
 
+def require_gpu(benchmark: str) -> None:
+    """End the process where there is no GPU to measure."""
+    if not torch.cuda.is_available():
+        print(f"{benchmark} needs a GPU by NVIDIA", file=sys.stderr)
+        sys.exit()
+
+
 def seconds(runs: list[Callable[[], object]]) -> float:
     """Return the median time of one of `runs`, recorded together."""
     for run in runs[:1]:
@@ -163,14 +170,12 @@ def prompt_sweep(tuning: Tuning) -> Iterator[Tuning]:
         yield replace(tuning, chunk_rows=rows, chunk_tile=tile, chunk_stages=stages, chunk_warps=warps)
 
 
-def main() -> int:
+def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", choices=("decode", "prompts"), help="try other tiles, warps and stages")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_attention needs a GPU by NVIDIA", file=sys.stderr)
-        return 0
+    require_gpu("gpu_attention")
     device = torch.device("cuda")
     tuning, most = Tuning.from_torch(device), peak()
     print(f"{torch.cuda.get_device_name()}: a copy moves {most / 1e9:.0f} GB/s")
@@ -193,8 +198,7 @@ def main() -> int:
         for choice in prompt_sweep(tuning) if arguments.sweep == "prompts" and rows > 1024 else ():
             took = prompt_seconds(rows, before, choice)[0] * 1e6
             print(f"{took:>32.1f} us with {choice}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

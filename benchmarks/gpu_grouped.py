@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.gpu_attention import peak, seconds
+from benchmarks.gpu_attention import peak, require_gpu, seconds
 from benchmarks.gpu_linears import KINDS, Kind
 from handlers.checkpoints.grouped.launch import Tiles, few_rows, unpacked
 from handlers.checkpoints.grouped.layers import GroupedLinear, GroupedWeight
@@ -111,16 +110,14 @@ def print_sweep(kind: Kind, linears: list[GroupedLinear]) -> None:
             print(f"{count:>30} rows: {each * 1e6:7.1f} us with {tiles}", flush=True)
 
 
-def main() -> int:
+def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="try other tiles, stages and warps")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--kinds", nargs="+", default=[kind.name for kind in KINDS])
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_grouped needs a GPU by NVIDIA", file=sys.stderr)
-        return 0
+    require_gpu("gpu_grouped")
     chained = torch.cuda.get_device_capability() >= _CHAINING
     print(f"{torch.cuda.get_device_name()}: a copy moves {peak() / 1e9:.0f} GB/s")
     with torch.inference_mode():
@@ -131,7 +128,6 @@ def main() -> int:
                 print_table(kind, form, linears, plain, chained)
                 if arguments.sweep:
                     print_sweep(kind, linears)
-    return 0
 
 
 def print_table(kind: Kind, form: str, linears: list[GroupedLinear], plain: dict[int, float], chained: bool) -> None:
@@ -150,4 +146,4 @@ def print_table(kind: Kind, form: str, linears: list[GroupedLinear], plain: dict
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

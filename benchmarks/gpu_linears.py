@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.gpu_attention import peak, seconds
+from benchmarks.gpu_attention import peak, require_gpu, seconds
 from handlers.checkpoints.fp8.layers import Fp8Linear
 from handlers.rolling_batch.fused.gpu_rows import GpuRowKernels
 from handlers.rolling_batch.fused.one_row import Tiles, multiply
@@ -88,14 +87,12 @@ def sweep() -> Iterator[Tiles]:
         yield Tiles(outputs, step, warps)
 
 
-def main() -> int:
+def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="try other tiles and warps")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu_linears needs a GPU by NVIDIA", file=sys.stderr)
-        return 0
+    require_gpu("gpu_linears")
     most = peak()
     print(f"{torch.cuda.get_device_name()}: a copy moves {most / 1e9:.0f} GB/s")
     print(f"{'layer':>8} {'weights':>8} {'us':>7} {'of copy':>8} {'unchained':>10} {'torch us':>9} {'differs':>8}")
@@ -113,8 +110,7 @@ def main() -> int:
             for tiles in sweep() if arguments.sweep else ():
                 took = measured.our_seconds(tiles=tiles)
                 print(f"{took * 1e6:>25.1f} us with {tiles}", flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

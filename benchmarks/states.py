@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import statistics
 import string
@@ -30,10 +29,10 @@ import transformers
 
 from benchmarks.figures import in_turns, parser_of
 from benchmarks.tiny_checkpoints import save
+from benchmarks.zoo_serving import lmi_input
 from lmi_server.configuration.handlers import load
 from lmi_server.configuration.resolve import inspect_model
 from lmi_server.contract.generation import GenerationRequest, SamplingParameters
-from lmi_server.contract.protocol import Input
 
 TYPES = ("qwen3_next", "falcon_h1", "bamba", "lfm2", "jamba", "mamba2")
 CLIENTS, REQUESTS = 16, 128
@@ -85,13 +84,11 @@ def static(handler: Any, model: Any, outputs: Outputs) -> Callable[[int], None]:
     handler.served_names = ("states",)
     handler.start(model.model_dir, model.options)
 
-    def body(text: str, tokens: int) -> bytes:
-        parameters = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-        return json.dumps({"inputs": text, "parameters": parameters}).encode()
-
     def every(turn: int) -> None:
-        headers = {"content-type": "application/json"}
-        inputs = [Input("invocations", headers, [("data", body(*entry))]) for entry in requests(turn, outputs)]
+        inputs = [
+            lmi_input(text, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+            for text, tokens in requests(turn, outputs)
+        ]
         for batch in (inputs[first : first + CLIENTS] for first in range(0, REQUESTS, CLIENTS)):
             for outcome in handler.handle(batch):
                 if isinstance(outcome, BaseException):

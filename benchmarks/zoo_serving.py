@@ -126,15 +126,13 @@ def _static(handler: Any, model: Any) -> list[Answer]:
     handler.served_names = ("zoo",)
     handler.start(model.model_dir, model.options)
     parameters = {"max_new_tokens": NEW_TOKENS, "details": True, "do_sample": False}
-    requests = [
-        Input(
-            "invocations",
-            {"content-type": "application/json"},
-            [("data", json.dumps({"inputs": text, "parameters": parameters}).encode())],
-        )
-        for text in prompts()
-    ]
-    return [_read(outcome) for outcome in handler.handle(requests)]
+    return [_read(outcome) for outcome in handler.handle([lmi_input(text, **parameters) for text in prompts()])]
+
+
+def lmi_input(text: str, **parameters: Any) -> Input:
+    """Return a request to /invocations."""
+    data = json.dumps({"inputs": text, "parameters": parameters}).encode()
+    return Input("invocations", {"content-type": "application/json"}, [("data", data)])
 
 
 def _read(outcome: Any) -> Answer:
