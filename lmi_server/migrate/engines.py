@@ -16,7 +16,6 @@ Rule = str | Callable[[Migration, Flag], None]
 """The key that an option becomes, or a function that carries it over."""
 
 _SERVE = "a setting of the server: lmi-server serve"
-_NO_EFFECT_HERE = "the server does so by itself, or has no such thing"
 _HUMAN = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)([kKmMgG])")
 _QUANTIZE = {"bitsandbytes": "bitsandbytes8", "bitsandbytes-nf4": "bitsandbytes4", "bitsandbytes-fp4": "bitsandbytes4"}
 _SCALES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -59,20 +58,18 @@ def _listen(migration: Migration, flag: Flag) -> None:
     migration.differ(flag.origin, f"{_SERVE} --{option} {_value(flag)}")
 
 
-def _tls(migration: Migration, flag: Flag) -> None:
-    migration.differ(flag.origin, "settings of the server: tls, certificate_file and private_key_file")
+def _differs(text: str) -> Rule:
+    return lambda migration, flag: migration.differ(flag.origin, text)
 
 
-def _cache(migration: Migration, flag: Flag) -> None:
-    migration.differ(flag.origin, "a setting of the server: download_dir, or the variable HF_HOME")
+def _drops(text: str) -> Rule:
+    return lambda migration, flag: migration.drop(flag.origin, text)
 
 
-def _idle(migration: Migration, flag: Flag) -> None:
-    migration.drop(flag.origin, _NO_EFFECT_HERE)
-
-
-def _log(migration: Migration, flag: Flag) -> None:
-    migration.differ(flag.origin, "settings of the server: log_level, log_format, access_log")
+_TLS = _differs("settings of the server: tls, certificate_file and private_key_file")
+_CACHE = _differs("a setting of the server: download_dir, or the variable HF_HOME")
+_LOG = _differs("settings of the server: log_level, log_format, access_log")
+_IDLE = _drops("the server does so by itself, or has no such thing")
 
 
 def _mapping_rule(key: str, values: Mapping[str, str], differs: str = "") -> Rule:
@@ -123,13 +120,91 @@ def _drafts(migration: Migration, flag: Flag) -> None:
     migration.carry(flag.origin, "option.speculative_length", _value(flag))
 
 
+_SWITCHES = frozenset(
+    [
+        "trust_remote_code",
+        "enforce_eager",
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "enable_lora",
+        "fully_sharded_loras",
+        "enable_auto_tool_choice",
+        "enable_reasoning",
+        "enable_expert_parallel",
+        "disable_log_requests",
+        "disable_log_stats",
+        "skip_tokenizer_init",
+        "disable_sliding_window",
+        "disable_custom_all_reduce",
+        "enable_sleep_mode",
+        "async_scheduling",
+        "enable_log_requests",
+        "return_tokens_as_token_ids",
+        "disable_frontend_multiprocessing",
+        "headless",
+        "use_v2_block_manager",
+        "enable_request_id_headers",
+        "disable_fastapi_docs",
+        "allow_credentials",
+        "disable_cascade_attn",
+        "enable_eplb",
+        "enable_prompt_tokens_details",
+        "enable_server_load_tracking",
+        "calculate_kv_scales",
+        "generation_config_from_model",
+        "disable_hybrid_kv_cache_manager",
+        "enable_force_include_usage",
+        "disable_async_output_proc",
+        "multi_step_stream_outputs",
+        "enable_prompt_embeds",
+        "language_model_only",
+        "interleave_mm_strings",
+        "disable_mm_preprocessor_cache",
+        "use_tqdm_on_load",
+        "enable_dbo",
+        "enable_return_routed_experts",
+        "enable_tokenizer_info_endpoint",
+        "ray_workers_use_nsight",
+        "is_embedding",
+        "enable_multimodal",
+        "log_requests",
+        "enable_metrics",
+        "disable_radix_cache",
+        "disable_cuda_graph",
+        "enable_torch_compile",
+        "disable_overlap_schedule",
+        "enable_mixed_chunk",
+        "enable_dp_attention",
+        "enable_ep_moe",
+        "enable_p2p_check",
+        "enable_hierarchical_cache",
+        "skip_server_warmup",
+        "show_time_cost",
+        "enable_nccl_nvls",
+        "disable_cuda_graph_padding",
+        "disable_chunked_prefix_cache",
+        "enable_memory_saver",
+        "grpc_mode",
+        "enable_cache_report",
+        "allow_auto_truncate",
+        "enable_deterministic_inference",
+        "json_output",
+        "disable_grammar_support",
+        "disable_custom_kernels",
+        "env",
+        "ngrok",
+        "disable_usage_stats",
+    ]
+)
+"""The options of any of these engines that take no value: none takes one in another engine."""
+
+
 @dataclass(frozen=True, slots=True)
 class MigratedEngine:
-    """How one engine's command line is read: what it is called, its rules, and what its options take."""
+    """How one engine's command line is read: what it is called, its rules, and which of its options are lists."""
 
     title: str
     rules: Mapping[str, Rule]
-    switches: frozenset[str]
     lists: frozenset[str] = frozenset()
     short: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -138,11 +213,11 @@ class MigratedEngine:
 
 _SERVER: dict[str, Rule] = {
     **dict.fromkeys(("host", "hostname", "port"), _listen),
-    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_keyfile_password"), _tls),
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_keyfile_password"), _TLS),
     **dict.fromkeys(("api_key", "hf_token", "admin_api_key", "ngrok_authtoken"), _secret),
-    **dict.fromkeys(("log_level", "uvicorn_log_level", "json_output", "log_requests", "disable_log_requests"), _log),
-    **dict.fromkeys(("disable_log_stats", "enable_metrics", "enable_log_requests", "max_log_len"), _idle),
-    **dict.fromkeys(("download_dir", "huggingface_hub_cache", "weights_cache_override"), _cache),
+    **dict.fromkeys(("log_level", "uvicorn_log_level", "json_output", "log_requests", "disable_log_requests"), _LOG),
+    **dict.fromkeys(("disable_log_stats", "enable_metrics", "enable_log_requests", "max_log_len"), _IDLE),
+    **dict.fromkeys(("download_dir", "huggingface_hub_cache", "weights_cache_override"), _CACHE),
     "served_model_name": _names,
     "chat_template": _template,
 }
@@ -157,58 +232,11 @@ _VLLM = MigratedEngine(
         "max_model_len": _human("option.max_model_len"),
         "max_num_batched_tokens": _human("option.max_rolling_batch_prefill_tokens"),
         "dtype": _mapping_rule("option.dtype", {"half": "fp16", "float": "fp32"}),
-        "config": lambda migration, flag: migration.drop(flag.origin, "the file is not read; write its options out"),
-        **dict.fromkeys(("root_path", "middleware", "allowed_origins", "allow_credentials", "response_role"), _idle),
-        **dict.fromkeys(("return_tokens_as_token_ids", "disable_frontend_multiprocessing", "api_server_count"), _idle),
-        **dict.fromkeys(("disable_fastapi_docs", "enable_request_id_headers", "headless", "uds"), _idle),
+        "config": _drops("the file is not read; write its options out"),
+        **dict.fromkeys(("root_path", "middleware", "allowed_origins", "allow_credentials", "response_role"), _IDLE),
+        **dict.fromkeys(("return_tokens_as_token_ids", "disable_frontend_multiprocessing", "api_server_count"), _IDLE),
+        **dict.fromkeys(("disable_fastapi_docs", "enable_request_id_headers", "headless", "uds"), _IDLE),
     },
-    switches=frozenset(
-        [
-            "trust_remote_code",
-            "enforce_eager",
-            "enable_prefix_caching",
-            "enable_chunked_prefill",
-            "enable_lora",
-            "fully_sharded_loras",
-            "enable_auto_tool_choice",
-            "enable_reasoning",
-            "enable_expert_parallel",
-            "disable_log_requests",
-            "disable_log_stats",
-            "skip_tokenizer_init",
-            "disable_sliding_window",
-            "disable_custom_all_reduce",
-            "enable_sleep_mode",
-            "async_scheduling",
-            "enable_log_requests",
-            "return_tokens_as_token_ids",
-            "disable_frontend_multiprocessing",
-            "headless",
-            "use_v2_block_manager",
-            "enable_request_id_headers",
-            "disable_fastapi_docs",
-            "allow_credentials",
-            "disable_cascade_attn",
-            "enable_eplb",
-            "enable_prompt_tokens_details",
-            "enable_server_load_tracking",
-            "calculate_kv_scales",
-            "generation_config_from_model",
-            "disable_hybrid_kv_cache_manager",
-            "enable_force_include_usage",
-            "disable_async_output_proc",
-            "multi_step_stream_outputs",
-            "enable_prompt_embeds",
-            "language_model_only",
-            "interleave_mm_strings",
-            "disable_mm_preprocessor_cache",
-            "use_tqdm_on_load",
-            "enable_dbo",
-            "enable_return_routed_experts",
-            "enable_tokenizer_info_endpoint",
-            "ray_workers_use_nsight",
-        ]
-    ),
     lists=frozenset({"served_model_name", "lora_modules", "middleware", "allowed_origins", "cudagraph_capture_sizes"}),
     short={
         "-tp": "tensor_parallel_size",
@@ -251,37 +279,6 @@ _SGLANG = MigratedEngine(
         **dict.fromkeys(("lora_paths", "enable_lora"), _adapters),
         "is_embedding": lambda migration, flag: migration.carry(flag.origin, "option.task", "text-embedding"),
     },
-    switches=frozenset(
-        [
-            "trust_remote_code",
-            "skip_tokenizer_init",
-            "is_embedding",
-            "enable_multimodal",
-            "log_requests",
-            "enable_metrics",
-            "enable_lora",
-            "disable_radix_cache",
-            "disable_cuda_graph",
-            "enable_torch_compile",
-            "disable_overlap_schedule",
-            "enable_mixed_chunk",
-            "enable_dp_attention",
-            "enable_ep_moe",
-            "enable_p2p_check",
-            "disable_custom_all_reduce",
-            "enable_hierarchical_cache",
-            "skip_server_warmup",
-            "show_time_cost",
-            "enable_nccl_nvls",
-            "disable_cuda_graph_padding",
-            "disable_chunked_prefix_cache",
-            "enable_memory_saver",
-            "grpc_mode",
-            "enable_cache_report",
-            "allow_auto_truncate",
-            "enable_deterministic_inference",
-        ]
-    ),
     lists=frozenset({"lora_paths", "cuda_graph_bs", "lora_target_modules"}),
     keys={"option.rolling_batch": "scheduler"},  # which has SGLang's settings
 )
@@ -299,33 +296,19 @@ _TGI = MigratedEngine(
         "trust_remote_code": "option.trust_remote_code",
         "max_concurrent_requests": _mapping_rule("job_queue_size", {}, "waiting requests, not counting running ones"),
         **dict.fromkeys(
-            ("max_input_tokens", "max_input_length"),
-            lambda migration, flag: migration.differ(flag.origin, "only prompt and output together have a limit"),
+            ("max_input_tokens", "max_input_length"), _differs("only prompt and output together have a limit")
         ),
         "max_total_tokens": "option.max_model_len",
         "max_batch_prefill_tokens": "option.max_rolling_batch_prefill_tokens",
         "max_batch_size": "option.max_rolling_batch_size",
-        "max_batch_total_tokens": lambda migration, flag: migration.differ(
-            flag.origin, "follows from the memory; option.kv_cache_memory_gb sets that"
+        "max_batch_total_tokens": _differs("follows from the memory; option.kv_cache_memory_gb sets that"),
+        "cuda_memory_fraction": _differs(
+            "option.mem_fraction_static of the scheduler, option.gpu_memory_utilization of vLLM"
         ),
-        "cuda_memory_fraction": lambda migration, flag: migration.differ(
-            flag.origin, "option.mem_fraction_static of the scheduler, option.gpu_memory_utilization of vLLM"
-        ),
-        **dict.fromkeys(("waiting_served_ratio", "max_waiting_tokens"), _idle),
+        **dict.fromkeys(("waiting_served_ratio", "max_waiting_tokens"), _IDLE),
         "speculate": _drafts,
         "lora_adapters": _adapters,
     },
-    switches=frozenset(
-        [
-            "trust_remote_code",
-            "json_output",
-            "disable_grammar_support",
-            "disable_custom_kernels",
-            "env",
-            "ngrok",
-            "disable_usage_stats",
-        ]
-    ),
 )
 _PROGRAMS: Mapping[str, MigratedEngine] = {
     "vllm": _VLLM,
@@ -367,7 +350,7 @@ def carry_options(migration: Migration, engine: MigratedEngine, words: Sequence[
     for key, value in engine.keys.items():
         migration.carry(f"the server {engine.title}", key, value)
     nested: dict[str, dict[str, object]] = {}
-    for flag in read_flags(words, engine.switches, engine.lists, engine.short):
+    for flag in read_flags(words, _SWITCHES, engine.lists, engine.short):
         if "." in flag.name:
             _put(nested, flag)
         else:
