@@ -80,7 +80,7 @@ def from_modelfile(text: str) -> Migration:
         rule = _MODELFILE.get(word)
         if rule is not None:
             rule(migration, value)
-        elif _PARAMETER.fullmatch(word):
+        elif word == "PARAMETER":
             _carry_parameter(migration, value, stops)
         else:
             migration.drop(name)
@@ -117,14 +117,11 @@ def _from(migration: Migration, value: str) -> None:
         )
 
 
-def _adapter(migration: Migration, value: str) -> None:
-    migration.carry(f"ADAPTER {value}", "option.enable_lora", True, "put it into adapters/NAME, in the form of PEFT")
-
-
-_PARAMETER = re.compile("PARAMETER")
 _MODELFILE: Mapping[str, Callable[[Migration, str], None]] = {
     "FROM": _from,
-    "ADAPTER": _adapter,
+    "ADAPTER": lambda migration, value: migration.carry(
+        f"ADAPTER {value}", "option.enable_lora", True, "put it into adapters/NAME, in the form of PEFT"
+    ),
     "TEMPLATE": lambda migration, _: migration.differ(
         "TEMPLATE", "a template of Go; the model's own chat template is used"
     ),
@@ -155,7 +152,7 @@ def from_triton(directory: Path) -> Migration:
     config = read_text(configs[0])
     migration = Migration(f"the Triton model {configs[0].parent.name}")
     backend = next(iter(_fields(config, "backend|platform")), "")
-    if _VLLM.search(backend):
+    if "vllm" in backend:
         _carry_vllm_model(migration, configs[0].parent)
     elif _TENSORRT_LLM.search(backend):
         migration.carry(f"backend {backend}", "option.rolling_batch", "trtllm")
@@ -167,14 +164,14 @@ def from_triton(directory: Path) -> Migration:
     for count in _fields(config, "count"):
         for key in ("minWorkers", "maxWorkers"):
             migration.carry(f"instance_group count {count}", key, count)
-    _carry_batches(migration, config, bool(_VLLM.search(backend) or _TENSORRT_LLM.search(backend)))
+    _carry_batches(migration, config, "vllm" in backend or _TENSORRT_LLM.search(backend) is not None)
     for name in ("input", "output"):
         if re.search(rf"(?m)^\s*{name}\s*[\[{{]", config):
             migration.drop(name, "the shapes of requests are those of the API: docs/api.md")
     return migration
 
 
-_VLLM, _TENSORRT_LLM = re.compile("vllm"), re.compile("tensorrt_?llm")
+_TENSORRT_LLM = re.compile("tensorrt_?llm")
 
 
 def _carry_vllm_model(migration: Migration, directory: Path) -> None:
