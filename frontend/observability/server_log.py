@@ -118,30 +118,19 @@ class LogTail:
     """The last lines that were written, for the console. One thread adds and another reads."""
 
     def __init__(self) -> None:
-        self._parts: deque[tuple[int, int, bytes]] = deque()  # number of the last line, number of lines, text
+        self._lines: deque[tuple[int, bytes]] = deque(maxlen=_KEPT_LINES)
+        self._added = 0
 
     def add(self, text: bytes, count: int = 1) -> None:
         """Keep what was written: a record of the log, or `count` lines."""
-        parts = self._parts
-        added = count + (parts[-1][0] if parts else 0)
-        parts.append((added, count, text))
-        while parts[0][0] <= added - _KEPT_LINES:
-            parts.popleft()
+        for line in text.removesuffix(b"\n").split(b"\n") if count > 1 else (text,):
+            self._added += 1
+            self._lines.append((self._added, line))
 
     def since(self, number: int) -> list[tuple[int, str]]:
         """Return the kept lines after this number (0: all), each with its own number."""
-        parts = self._parts.copy()
-        number = max(number, parts[-1][0] - _KEPT_LINES) if parts else 0
-        found: list[tuple[int, str]] = []
-        for last, count, text in parts:
-            if last > number:
-                lines = text.removesuffix(b"\n").split(b"\n") if count > 1 else (text,)
-                found += [(at, _decode_line(line)) for at, line in enumerate(lines, last - count + 1) if at > number]
-        return found
-
-
-def _decode_line(line: bytes) -> str:
-    return line.decode(errors="replace").removesuffix("\n")[:_LONGEST_KEPT]
+        lines = [(at, line) for at, line in self._lines.copy() if at > number]
+        return [(at, line.decode(errors="replace").removesuffix("\n")[:_LONGEST_KEPT]) for at, line in lines]
 
 
 @contextlib.contextmanager
