@@ -46,8 +46,8 @@ class PassInputs:
     def find(self, model: Any, ids: torch.Tensor, counts_alone: bool = True) -> None:
         """Run the tokens `ids`, (1, rows), and choose the inputs with which the model computes them.
 
-        `counts_alone`: of its cache the model may want the length, but no states.
-        Raises what the model raises without anything but ids and positions.
+        `counts_alone`: of its cache the model may want the length, but no states. A model that wants nothing of it is
+        left to the caller to run with ids and positions alone.
         """
         places = torch.arange(ids.shape[1], device=ids.device)[None]
         for extra in ((_CACHE,), (_CACHE, _MASK)) if counts_alone else ():
@@ -62,7 +62,6 @@ class PassInputs:
                 return
             break
         self._extra = ()
-        model(**self(ids, places))
 
     def __call__(self, ids: torch.Tensor, places: torch.Tensor) -> dict[str, Any]:
         """Return the inputs for token ids and positions, both (1, rows)."""
