@@ -191,7 +191,7 @@ class RollingBatchHandler(SchedulingHandler):
         return most
 
     def follow(self, model_dir: str, options: Any) -> None:
-        with model_imports.hide_triton():
+        with model_imports.importing():
             from handlers.rolling_batch.engine_loading import follow
 
         follow(self.load_model(model_dir, options))
@@ -202,7 +202,7 @@ class RollingBatchHandler(SchedulingHandler):
             from handlers.rolling_batch.cpu import first_compilation
 
             compilation = first_compilation.start(model_dir, options)
-            with model_imports.hide_triton():
+            with model_imports.importing():
                 from handlers.rolling_batch.engine_loading import load_engine
 
         def load() -> LoadedModel:

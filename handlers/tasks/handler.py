@@ -17,7 +17,7 @@ class PipelineHandler(TaskHandler):
     """Serves one task of one model, which runs in the worker."""
 
     def load_task(self, task: str, model_dir: str, options: PipelineOptions) -> Task:
-        with model_imports.hide_triton():
+        with model_imports.importing():
             from handlers.checkpoints.transformers_loading import set_threads
             from handlers.tasks.task_loading import load_task
 

@@ -40,6 +40,25 @@ def test_a_collection_during_the_load_leaves_out_what_was_imported_before() -> N
     assert not any(found is libraries for found in gc.get_objects())
 
 
+def test_no_collection_looks_at_what_libraries_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [[] for _ in range(1000)]
+    assert any(found is made for found in gc.get_objects())
+    with model_imports.importing():
+        assert not gc.isenabled()
+        monkeypatch.setitem(sys.modules, "a_library", sys)
+    assert gc.isenabled()
+    assert not any(found is made for found in gc.get_objects())
+
+
+def test_garbage_is_collected_where_all_was_imported_before() -> None:
+    garbage: list[object] = [[]]
+    garbage.append(garbage)
+    with pytest.raises(ImportError), model_imports.importing():
+        raise ImportError
+    assert any(found is garbage for found in gc.get_objects())
+    assert gc.isenabled()
+
+
 @pytest.mark.slow
 def test_the_thresholds_that_a_model_sets_stay() -> None:
     model_imports.prepare()
