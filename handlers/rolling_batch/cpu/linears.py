@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
-from handlers.rolling_batch.cpu.large_pages import use_large_pages
+from handlers.rolling_batch.cpu.large_pages import use_large_pages_later
 from handlers.rolling_batch.fused.modules import is_plain
 from handlers.torch_operators import probes
 from handlers.torch_operators.read_weights import read_weights
@@ -42,16 +43,21 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
             is_ours = is_plain(child) and child.weight.dtype == torch.bfloat16 and child not in spared
             if is_ours and name not in read_weights(kind_of_module):
                 places.setdefault((*child.weight.shape, child.bias is not None), []).append((module, name))
-    laid: list[TiledLinear | PackedLinear] = []
+    count = 0
     for shape, alike in places.items():
         kind = _kind([getattr(*place) for place in alike], crossovers) if packs else _tiled(shape[1])
         if kind is None:
             continue
         for place in alike:
-            laid.append(kind(getattr(*place)))
-            setattr(*place, laid[-1])
-    use_large_pages(memory for linear in laid if (memory := linear.memory()) is not None)
-    return len(laid)
+            setattr(*place, kind(getattr(*place)))
+        count += len(alike)
+    return count
+
+
+def move_linears(model: nn.Module) -> threading.Thread:
+    """Have the weights that `lay_out_linears` laid out move to large pages while the model serves."""
+    laid = [module for module in model.modules() if isinstance(module, (TiledLinear, PackedLinear))]
+    return use_large_pages_later(memory for linear in laid if (memory := linear.memory()) is not None)
 
 
 Kind = Callable[[nn.Linear], "TiledLinear | PackedLinear"]
@@ -67,7 +73,6 @@ def _kind(linears: list[nn.Linear], crossovers: Crossovers) -> Kind:
     first = linears[0]
     if first.in_features % 2:
         return PackedLinear
-    shared = reads_tiles(first)
     sample = [linears[: max(1, read // first.weight.nbytes)] for read in (_READ, _MULTIPLIED)]
 
     @functools.cache  # only if the crossover is not known yet
@@ -85,9 +90,11 @@ def _kind(linears: list[nn.Linear], crossovers: Crossovers) -> Kind:
     biased = "" if first.bias is None else " and bias"
     with torch.inference_mode():
         crossover = crossovers.crossover(f"{first.in_features} x {first.out_features}{biased}", passes(0), passes(1))
-    if crossover == ALL or (crossover >= _DECODE_ROWS and not shared):
+    if crossover == ALL:
         return TiledLinear
-    return functools.partial(TiledLinear, max_rows=crossover) if shared else PackedLinear
+    if reads_tiles(first):  # asked last: it lays a weight out twice
+        return functools.partial(TiledLinear, max_rows=crossover)
+    return TiledLinear if crossover >= _DECODE_ROWS else PackedLinear
 
 
 def reads_tiles(linear: nn.Linear) -> bool:
