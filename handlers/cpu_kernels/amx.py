@@ -1,8 +1,8 @@
-"""Products of bfloat16 in the tile registers of AMX, which Intel's Xeon processors have since Sapphire Rapids.
+"""Products of bfloat16 and of bytes in the tile registers of AMX, which Xeons have since Sapphire Rapids.
 
 A tile register holds 16 rows of 64 bytes. One instruction multiplies 16 rows of 32 elements on the left by 32 elements
-of 16 columns on the right, which takes 256 instructions of AVX-512. See "Intrinsics for Advanced Matrix
-Extensions" in Intel's Intrinsics Guide, and the chapter on AMX in Intel's optimization manual.
+of 16 columns on the right, which takes 256 instructions of AVX-512; of bytes it is 64 elements. See "Intrinsics for
+Advanced Matrix Extensions" in Intel's Intrinsics Guide, and the chapter on AMX in Intel's optimization manual.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
@@ -21,7 +21,8 @@ from lmi_server.machine.tile_registers import ask_for_tile_registers
 BLOCK_ROWS, PANEL_COLUMNS, STEP_WORDS = 32, 32, 16
 """How many rows `multiply_block` multiplies at most; how many columns a panel has; the inner dimension's granularity.
 
-STEP_WORDS are the words of two elements that one instruction multiplies: the inner dimension is a multiple of them.
+STEP_WORDS are the words of two elements, or of four bytes, that one instruction multiplies: the inner dimension is a
+multiple of them.
 """
 
 _ROWS, _BYTES, _PANEL_BYTES = 16, 64, 4 * PANEL_COLUMNS  # of a tile register; of the columns of one word of a panel
@@ -38,6 +39,8 @@ _POINTER, _VOID = _INT8.as_pointer(), ir.VoidType()
 
 IS_USABLE = host_has("amx-bf16") and host_has("avx512bf16") and ask_for_tile_registers()
 """Whether the kernels multiply bfloat16 in tile registers: the processor has them, and the system lets us use them."""
+MULTIPLIES_BYTES = IS_USABLE and host_has("amx-int8")
+"""Whether they multiply bytes, too."""
 
 
 @intrinsic
@@ -83,13 +86,15 @@ def release_tiles(context):
 
 @intrinsic
 def multiply_block(context, rows, first_row, count, panel, sums, is_first):
-    """Write the product of a block of rows and a panel to `sums` (BLOCK_ROWS, PANEL_COLUMNS) float32.
+    """Write the product of a block of rows and a panel to `sums` (BLOCK_ROWS, PANEL_COLUMNS) float32 or int32.
 
     rows (n, m) uint32: the block is `count` rows from `first_row` on, as many as `configure_tiles` was told, and of
     these the first words; panel (words, PANEL_COLUMNS) uint32, of as many words, a multiple of STEP_WORDS. Both
-    are contiguous; rows of `sums` may be apart. Words hold two elements of bfloat16. `is_first`: whether the panel
-    comes from memory. Nothing is checked.
+    are contiguous; rows of `sums` may be apart. Words hold two elements of bfloat16. If sums are integers, words hold
+    four bytes, with a sign in rows and without one in the panel. `is_first`: whether the panel comes from memory.
+    Nothing is checked.
     """
+    product = "tdpbf16ps" if sums.dtype == types.float32 else "tdpbsud"
 
     def build(ctx, builder, sig, args):
         rows, panel, sums = (ctx.make_array(sig.args[place])(ctx, builder, args[place]) for place in (0, 3, 4))
@@ -99,7 +104,7 @@ def multiply_block(context, rows, first_row, count, panel, sums, is_first):
         left = (upper, stride)
         right = (builder.ptrtoint(panel.data, _INT), steps, args[5])
         out = (builder.ptrtoint(sums.data, _INT), builder.extract_value(sums.strides, 0))
-        _for_halves(builder, args[2], lambda halves: _multiply(builder, halves, left, right, out))
+        _for_halves(builder, args[2], lambda halves: _multiply(builder, halves, left, right, out, product))
         return ctx.get_dummy_value()
 
     return types.void(rows, types.intp, types.intp, panel, sums, types.boolean), build
@@ -126,7 +131,7 @@ def add_step(context, rows, stride, count, panel):
 
     def build(ctx, builder, sig, args):
         rows, stride, count, panel = args
-        _for_halves(builder, count, lambda halves: _add_step(builder, halves, (rows, stride), panel))
+        _for_halves(builder, count, lambda halves: _add_step(builder, halves, (rows, stride), panel, "tdpbf16ps"))
         return ctx.get_dummy_value()
 
     return types.void(types.uintp, types.intp, types.intp, types.uintp), build
@@ -185,7 +190,7 @@ def write_block(context, sums, count, out, first_row, column):
     return types.void(sums, types.intp, out, types.intp, types.intp), build
 
 
-def _multiply(builder, halves, left, right, out):
+def _multiply(builder, halves, left, right, out, product):
     """Multiply 16 rows, or two `halves` of 16. `left`, `out`: address, bytes from row to row; `right`: of the panel."""
     (rows, stride), (panel, steps, is_first) = left, right
     _clear(builder, halves)
@@ -195,7 +200,7 @@ def _multiply(builder, halves, left, right, out):
         with builder.if_then(is_first, likely=True):
             for ahead in range(0, STEP_WORDS * _PANEL_BYTES, _BYTES):
                 prefetch_line(builder, builder.add(of_panel, _INT(_AHEAD_BYTES + ahead)))
-        _add_step(builder, halves, (builder.add(rows, across), stride), of_panel)
+        _add_step(builder, halves, (builder.add(rows, across), stride), of_panel, product)
     _store(builder, halves, *out)
 
 
@@ -204,7 +209,7 @@ def _clear(builder, halves):
         _instruction(builder, "tilezero", register)
 
 
-def _add_step(builder, halves, left, panel):
+def _add_step(builder, halves, left, panel, product):
     rows, stride = left
     for half, register in enumerate((_UPPER, _LOWER)[:halves]):
         _instruction(
@@ -213,7 +218,7 @@ def _add_step(builder, halves, left, panel):
     for place, column in enumerate((_LEFT, _RIGHT)):
         _instruction(builder, "tileloadd64", column, builder.add(panel, _INT(place * _BYTES)), _INT(_PANEL_BYTES))
         for half, register in enumerate((_UPPER, _LOWER)[:halves]):
-            _instruction(builder, "tdpbf16ps", _SUMS[half][place], register, column)
+            _instruction(builder, product, _SUMS[half][place], register, column)
 
 
 def _store(builder, halves, sums, width):

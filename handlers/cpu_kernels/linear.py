@@ -22,7 +22,7 @@ PANEL_WORDS = amx.STEP_WORDS if amx.IS_USABLE else 1
 _MAX_WORDS = 512
 _MAX_TILES = 64
 # In tile registers all panels multiply rows of so many bytes before the next ones: they stay in the L2 cache.
-_NEAR_BYTES = 2**20
+NEAR_BYTES = 2**20
 
 
 @kernel()
@@ -107,7 +107,7 @@ def _multiply_in_tile_registers(rows, weight, bias, out, threads):
 def _in_tile_registers(first_share, last_share, rows, weight, bias, out, shares):
     """Compute the panels of some shares, for rows as words."""
     count, panels = len(rows), len(weight)
-    most = max(_NEAR_BYTES // (4 * rows.shape[1]) // amx.BLOCK_ROWS, 1) * amx.BLOCK_ROWS
+    most = max(NEAR_BYTES // (4 * rows.shape[1]) // amx.BLOCK_ROWS, 1) * amx.BLOCK_ROWS
     sums = empty((-(-min(count, most) // amx.BLOCK_ROWS), amx.BLOCK_ROWS, amx.PANEL_COLUMNS), np.float32)
     configured = 0
     for first in range(0, count, most):

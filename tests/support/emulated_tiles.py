@@ -142,13 +142,22 @@ def _copy(place, state, tile, address, stride, is_store):
 
 
 @njit
-def _multiply(place, state, total, left, right):
-    """Add the product of two tiles of bfloat16 to a third one: the sums of even and of odd inputs, one after other."""
+def _sizes(state, total, left, right):
+    """Return the rows, the columns and the words of each sum of a product of tiles, which fit each other."""
     rows, inner, columns = state[_ROWS_AT + total], state[_ROWS_AT + right], state[_BYTES_AT + total] // 4
-    if total in (left, right) or left == right or rows != state[_ROWS_AT + left]:
+    if total in (left, right) or left == right or rows != state[_ROWS_AT + left] or inner == 0:
         _abort()
     if state[_BYTES_AT + left] != 4 * inner or state[_BYTES_AT + right] != 4 * columns:
         _abort()
+    if state[_BYTES_AT + total] != 4 * columns:
+        _abort()
+    return rows, columns, inner
+
+
+@njit
+def _multiply(place, state, total, left, right):
+    """Add the product of two tiles of bfloat16 to a third one: the sums of even and of odd inputs, one after other."""
+    rows, columns, inner = _sizes(state, total, left, right)
     sums, width = _at(np.uintp(_tile(place, total)), np.float32), 2 * _WORDS_OF_ROW
     lefts, rights = _at(np.uintp(_tile(place, left)), np.uint16), _at(np.uintp(_tile(place, right)), np.uint16)
     for row in range(rows):
@@ -159,6 +168,28 @@ def _multiply(place, state, total, left, right):
                 even += load(lefts[one]) * load(rights[other])
                 odd += load(lefts[one + 1]) * load(rights[other + 1])
             sums[_WORDS_OF_ROW * row + column] += even + odd
+    add(np.uintp(_COUNTS + 8), 1)
+
+
+@njit
+def _byte(byte, has_sign):
+    return np.int32(byte) - 256 * (byte >> 7) if has_sign else np.int32(byte)
+
+
+@njit
+def _multiply_bytes(place, state, total, left, right, kind):
+    """Add the product of two tiles of bytes to a third one. The kind of prefix says which have a sign."""
+    rows, columns, inner = _sizes(state, total, left, right)
+    sums, width = _at(np.uintp(_tile(place, total)), np.int32), 4 * _WORDS_OF_ROW
+    lefts, rights = _at(np.uintp(_tile(place, left)), np.uint8), _at(np.uintp(_tile(place, right)), np.uint8)
+    for row in range(rows):
+        for column in range(columns):
+            found = np.int64(sums[_WORDS_OF_ROW * row + column])
+            for byte in range(4 * inner):
+                one = _byte(lefts[width * row + byte], kind >= 2)
+                other = _byte(rights[width * (byte // 4) + 4 * column + byte % 4], kind % 2 == 1)
+                found += one * other
+            sums[_WORDS_OF_ROW * row + column] = np.int32(found)  # which wraps around, as the processor's sums do
     add(np.uintp(_COUNTS + 8), 1)
 
 
@@ -192,7 +223,7 @@ def _compute(registers):
     code = _at(np.uintp(begin), np.uint8)
     prefix, opcode, kind = code[2] & 0x87, code[3], code[2] & 3
     # A prefix VEX of three bytes, for the second map of opcodes, without W and with the short vector length.
-    if code[0] != 0xC4 or code[1] & 31 != 2 or prefix != kind or opcode not in (0x49, 0x4B, 0x5C):
+    if code[0] != 0xC4 or code[1] & 31 != 2 or prefix != kind or opcode not in (0x49, 0x4B, 0x5C, 0x5E):
         return False
     rex_x, rex_b = 1 - (code[1] >> 6 & 1), 1 - (code[1] >> 5 & 1)
     tile, other, of_registers = code[4] >> 3 & 7, code[4] & 7, code[4] >> 6 == 3
@@ -208,6 +239,9 @@ def _compute(registers):
         _zero(_tile(place, tile))  # tilezero
     elif of_registers and opcode == 0x5C and kind == 2:
         _multiply(place, state, tile, other, 7 - (code[2] >> 3 & 7))  # tdpbf16ps
+    elif of_registers and opcode == 0x5E:
+        # tdpbuud, tdpbusd, tdpbsud, tdpbssd
+        _multiply_bytes(place, state, tile, other, 7 - (code[2] >> 3 & 7), kind)
     elif not of_registers and is_setting and tile == 0:
         address, index, end = _address(code, registers, begin, rex_x, rex_b)
         _configure(place, state, _at(np.uintp(address + index), np.uint8))  # ldtilecfg

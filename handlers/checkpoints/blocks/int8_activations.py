@@ -13,7 +13,7 @@ from torch import nn
 
 from handlers.checkpoints.blocks.layers import BlockLinear
 from handlers.checkpoints.blocks.layout import FEW_ROWS, in_quads
-from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
+from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, UNPACKED_ROWS
 from lmi_server.contract.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,10 @@ logger = logging.getLogger(__name__)
 class Int8BlockLinear(BlockLinear):
     """A layer that rounds its activations to 8 bits, with a scale for each 32, for up to `exact_rows` rows.
 
-    More rows are multiplied as those of BlockLinear are, where that is faster. Products are exact: on either side of
-    the border a row gets the same bits whatever other rows are in the batch; across it rounding makes a difference.
+    More rows are multiplied as those of BlockLinear are, where that is faster. Where tile registers multiply bytes and
+    each output has one scale, still more rows are rounded with a scale for each row if that is faster. Products are
+    exact: between two borders a row gets the same bits whatever other rows are in the batch; across them rounding makes
+    a difference.
     """
 
     max_exact_rows = sys.maxsize
@@ -31,8 +33,12 @@ class Int8BlockLinear(BlockLinear):
     @classmethod
     def from_linear(cls, linear: BlockLinear) -> Int8BlockLinear:
         """Return the layer that computes with the same weights."""
+        from handlers.cpu_kernels import amx
+        from handlers.cpu_kernels.int8.tiles import MAX_INPUTS
+
         widths = (linear.in_features, linear.out_features)
-        found = cls(in_quads(linear.laid)[None], widths, linear.formats, linear.bias, linear.dtype)
+        laid = in_quads(linear.laid, amx.MULTIPLIES_BYTES and linear.in_features <= MAX_INPUTS)
+        found = cls(laid[None], widths, linear.formats, linear.bias, linear.dtype)
         found.limit_exact_rows(found.unmeasured_rows)
         return found
 
@@ -52,14 +58,15 @@ class Int8BlockLinear(BlockLinear):
 def unrounded_activations(*modules: nn.Module) -> Iterator[None]:
     """Let no layer of some modules round, for comparisons: rounding makes the slightest difference grow."""
     layers = {layer for module in modules for layer in module.modules() if isinstance(layer, Int8BlockLinear)}
-    limits = {layer: int(layer.laid[0, EXACT_ROWS]) for layer in layers}
+    limits = {layer: layer.laid[0, [EXACT_ROWS, UNPACKED_ROWS]] for layer in layers}
     for layer in layers:
         layer.limit_exact_rows(0)
+        layer.limit_unpacked_rows(sys.maxsize)
     try:
         yield
     finally:
         for layer, limit in limits.items():
-            layer.limit_exact_rows(limit)
+            layer.laid[0, [EXACT_ROWS, UNPACKED_ROWS]] = limit
 
 
 def round_activations(model: Any) -> None:

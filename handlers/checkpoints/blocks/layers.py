@@ -13,10 +13,10 @@ from torch import nn
 
 from handlers.checkpoints.blocks.formats import INPUTS, StoredWeight
 from handlers.checkpoints.blocks.free_cores import only_free_cores
-from handlers.checkpoints.blocks.layout import FEW_ROWS, join, lay_out
+from handlers.checkpoints.blocks.layout import FEW_ROWS, is_for_tiles, join, lay_out
 from handlers.checkpoints.grouped.layers import GroupedLinear, GroupedWeight
 from handlers.cpu_kernels.arrays import as_numpy
-from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, OUTPUTS
+from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, OUTPUTS, UNPACKED_ROWS
 
 
 class BlockLinear(nn.Module):
@@ -84,6 +84,10 @@ class BlockLinear(nn.Module):
         """Say up to how many rows weights are multiplied as they are stored."""
         self.laid.reshape(-1)[EXACT_ROWS] = rows
 
+    def limit_unpacked_rows(self, rows: int) -> None:
+        """Say up to how many rows weights are unpacked: all of them, unless the layer `has_tiles`."""
+        self.laid.reshape(-1)[UNPACKED_ROWS] = rows if self.has_tiles else sys.maxsize
+
     def _kernel_for(self, dtype: torch.dtype) -> Any:
         from handlers.cpu_kernels.blocks.linear import block_linear, block_linear_in_vectors
 
@@ -92,6 +96,8 @@ class BlockLinear(nn.Module):
     def lay(self, laid: np.ndarray) -> None:
         """Take weights in the layout of the kernel, or the same ones from another place of the memory."""
         self.laid = laid
+        self.has_tiles = is_for_tiles(laid.reshape(-1))
+        """Whether tile registers can multiply the weights as bytes, by activations that are rounded to 8 bits."""
         # Its bytes are counted, and models bring activations to its type (Mamba, T5).
         self.register_buffer("weight", torch.from_numpy(laid).view(self.dtype), persistent=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -25,7 +26,9 @@ from handlers.cpu_kernels.blocks.layout import (
     Q6_SUPER,
     Q8,
     Q8_QUADS,
+    Q8_TILES,
     QUADS,
+    UNPACKED_ROWS,
     Kind,
 )
 
@@ -58,21 +61,34 @@ def join(laid: Sequence[np.ndarray]) -> np.ndarray:
     return _with_table(panels)
 
 
-def in_quads(laid: np.ndarray) -> np.ndarray:
-    """Return a weight in the layout for activations in 8 bits: numbers of 8 bits in quads, all others as they are."""
+def in_quads(laid: np.ndarray, for_tiles: bool = False) -> np.ndarray:
+    """Return a weight in the layout for activations in 8 bits: numbers of 8 bits in quads, all others as they are.
+
+    `for_tiles`: panels whose outputs have one scale each lie as tile registers read them.
+    """
     return _with_table(
-        [(Q8_QUADS.code, _in_quads(panel)) if code == Q8.code else (code, panel) for code, panel in _panels_of(laid)]
+        [_in_quads(panel, for_tiles) if code == Q8.code else (code, panel) for code, panel in _panels_of(laid)]
     )
 
 
-def _in_quads(panel: np.ndarray) -> np.ndarray:
-    """Return the bytes of a panel of 8 bits with its numbers in quads, and without signs."""
+def is_for_tiles(laid: np.ndarray) -> bool:
+    """Whether tile registers read all panels of a weight as they lie."""
+    table = _table_of(laid)
+    return bool((table[table[:, 1] > 0, 0] == Q8_TILES.code).all())
+
+
+def _in_quads(panel: np.ndarray, for_tiles: bool) -> Panel:
+    """Return a panel of 8 bits with its numbers in quads, and without signs."""
     whole = panel[: len(panel) // Q8.super_bytes * Q8.super_bytes].reshape(-1, Q8.super_bytes)
     # (blocks, groups, places, quads // 2, OUTPUTS, 2): pair 2 * place + n has inputs of quads 2 * n and 2 * n + 1.
     pairs = whole[:, Q8.numbers_at :].reshape(-1, INPUTS // GROUP, GROUP // QUADS, QUADS // 2, OUTPUTS, 2)
     quads = pairs.transpose(0, 1, 3, 5, 4, 2) ^ 128
-    found: np.ndarray = np.concatenate((whole[:, : Q8.numbers_at], quads.reshape(len(whole), -1)), axis=1)
-    return found.reshape(-1)
+    scales, numbers = whole[:, : Q8.numbers_at], quads.reshape(len(whole), -1)
+    if for_tiles and bool((scales == scales[0]).all()):
+        of_outputs = np.ascontiguousarray(scales[0]).view(np.float16).astype(np.float32).view(np.uint8)
+        missing = np.zeros(len(whole) % 2 * Q8_TILES.block_bytes, np.uint8)  # a tile has the inputs of two blocks
+        return Q8_TILES.code, np.concatenate((of_outputs, numbers.reshape(-1), missing))
+    return Q8_QUADS.code, np.concatenate((scales, numbers), axis=1).reshape(-1)
 
 
 def _with_table(panels: Sequence[Panel]) -> np.ndarray:
@@ -80,7 +96,7 @@ def _with_table(panels: Sequence[Panel]) -> np.ndarray:
     begins = np.cumsum([_align(table), *(_align(len(panel)) for _, panel in panels)]).tolist()
     laid = _aligned_words(begins[-1] // 8)
     laid[: begins[0] // 8] = 0
-    laid[EXACT_ROWS] = FEW_ROWS
+    laid[EXACT_ROWS], laid[UNPACKED_ROWS] = FEW_ROWS, sys.maxsize
     of_bytes = laid.view(np.uint8)
     for place, (code, panel) in enumerate(panels):
         first = FIRST_PANEL + PANEL_WORDS * place
@@ -91,12 +107,16 @@ def _with_table(panels: Sequence[Panel]) -> np.ndarray:
 
 def _panels_of(laid: np.ndarray) -> Iterable[Panel]:
     """Yield the panels of a weight with its table; the first one begins behind the table."""
-    table = laid[FIRST_PANEL : laid[FIRST_PANEL + 1] // 8].reshape(-1, PANEL_WORDS)
-    panels = [(code, begin) for code, begin in table.tolist() if begin]
+    panels = [(code, begin) for code, begin in _table_of(laid).tolist() if begin]
     of_bytes = laid.view(np.uint8)
     ends = [*(begin for _, begin in panels[1:]), of_bytes.size]
     for (code, begin), end in zip(panels, ends, strict=True):
         yield code, of_bytes[begin:end]
+
+
+def _table_of(laid: np.ndarray) -> np.ndarray:
+    """Return the codes of a weight's panels and where these begin, (n, 2); a panel at 0 is none."""
+    return laid[FIRST_PANEL : laid[FIRST_PANEL + 1] // 8].reshape(-1, PANEL_WORDS)
 
 
 def _panels(stored: StoredWeight, kind: Kind) -> np.ndarray:

@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 from handlers.cpu_kernels.blocks.layout import FIRST_PANEL, GROUPS, INPUTS, KINDS, OUTPUTS, PANEL_WORDS, Kind
 from handlers.cpu_kernels.blocks.numbers import AHEAD_BYTES
 from handlers.cpu_kernels.blocks.products import address_of
-from handlers.cpu_kernels.blocks.reading import Block, block_at, for_kind
+from handlers.cpu_kernels.blocks.reading import Block, block_at, for_kind, is_read
 from handlers.cpu_kernels.blocks.vectors import FLOAT, FLOATS, INT, WORD, WORDS, load_at, multiply_add, scaled, store_at
 from handlers.cpu_kernels.compilation.decorators import kernel_part
 from handlers.cpu_kernels.inlined import fill
@@ -179,10 +179,11 @@ def _begin_of(context, code, panel, number):
     def build(ctx, builder, sig, args):
         code, panel, number = args
         found = panel
-        for kind in KINDS:
+        for kind in filter(is_read, KINDS):
             before, inside = (getattr(builder, name)(number, INT(kind.blocks)) for name in ("udiv", "urem"))
             offset = builder.add(builder.mul(before, INT(kind.super_bytes)), builder.mul(inside, INT(kind.block_bytes)))
-            found = builder.select(builder.icmp_signed("==", code, INT(kind.code)), builder.add(panel, offset), found)
+            address = builder.add(builder.add(panel, INT(kind.header_bytes)), offset)
+            found = builder.select(builder.icmp_signed("==", code, INT(kind.code)), address, found)
         return found
 
     return types.uintp(types.int64, types.uintp, types.intp), build

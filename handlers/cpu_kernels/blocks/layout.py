@@ -17,7 +17,8 @@ pairs of neighbouring inputs in 8 outputs, one output after the other:
 
 For activations in 8 bits, numbers of 8 bits lie in quads of inputs, as ../int8/quantising.py describes them: a quad has
 two vectors, one for each half of the outputs, with four bytes for each output. They are greater by 128 than what they
-stand for, and so have no sign.
+stand for, and so have no sign. Where tile registers multiply bytes, and all blocks of an output have one scale, a panel
+begins with these scales as float32. Then quads follow each other up to the last block, and zeros fill up 64 inputs.
 
 A weight is `scale * number - minimum`, where the number is the stored one less `zero`. Instead of minima, a block may
 have a zero for each output, a byte: the number that stands for zero there. With a codebook the stored number is the
@@ -35,14 +36,16 @@ GROUP, GROUPS, QUADS = 16, 2, 4
 """Inputs of a group; how many groups a block has, and how many quads of inputs a group."""
 SECTION = 8
 """Blocks that are unpacked at once, and those of a super-block that has factors."""
-CODEBOOK_BYTES = 64
+CODEBOOK_BYTES, SCALES_BYTES = 64, 4 * OUTPUTS
+"""Of the codebook, or of the scales of the outputs, with which a panel of some kinds begins."""
 ALIGNMENT = 64
 """Bytes of a line of the caches: panels begin on one."""
-EXACT_ROWS, FIRST_PANEL, PANEL_WORDS = 0, 2, 2
+EXACT_ROWS, UNPACKED_ROWS, FIRST_PANEL, PANEL_WORDS = 0, 1, 2, 2
 """What the int64 at the beginning of a layer are.
 
-First up to how many rows weights are multiplied unrounded, then a zero; then PANEL_WORDS for each panel: the code of
-its kind, and how many bytes it is behind the beginning.
+First up to how many rows weights are multiplied as they are stored. Then up to how many rows they are unpacked, where
+tile registers multiply more rows as bytes. Then PANEL_WORDS for each panel: the code of its kind, and how many bytes it
+is behind the beginning.
 """
 
 
@@ -50,7 +53,8 @@ class Kind(NamedTuple):
     """A kind of blocks: its code in the table, the bits of a number, and the number that is stored for zero.
 
     `scales`: of a block for each output; two are those of its groups. With factors, scales are bytes: signed ones, or
-    from 0 to 255 if there are minima. `has_zeros`: its minima are zeros that the scales multiply.
+    from 0 to 255 if there are minima. `has_zeros`: its minima are zeros that the scales multiply. `has_output_scales`:
+    its scales are those of the outputs, with which a panel begins.
     """
 
     code: int
@@ -62,6 +66,7 @@ class Kind(NamedTuple):
     has_zeros: bool = False
     has_codebook: bool = False
     has_quads: bool = False
+    has_output_scales: bool = False
 
     @property
     def blocks(self) -> int:
@@ -69,8 +74,9 @@ class Kind(NamedTuple):
         return SECTION if self.has_factors else 1
 
     @property
-    def codebook_bytes(self) -> int:
-        return CODEBOOK_BYTES if self.has_codebook else 0
+    def header_bytes(self) -> int:
+        """How many bytes a panel has before its blocks."""
+        return CODEBOOK_BYTES if self.has_codebook else SCALES_BYTES if self.has_output_scales else 0
 
     @property
     def factor_bytes(self) -> int:
@@ -89,7 +95,7 @@ class Kind(NamedTuple):
     @property
     def scale_bytes(self) -> int:
         """How many bytes a scale has."""
-        return 1 if self.has_factors else 4 if self.has_codebook else 2
+        return 1 if self.has_factors else 4 if self.has_codebook or self.has_output_scales else 2
 
     @property
     def minimum_bytes(self) -> int:
@@ -99,7 +105,8 @@ class Kind(NamedTuple):
     @property
     def numbers_at(self) -> int:
         """How many bytes the numbers are behind the beginning of a block."""
-        return OUTPUTS * (self.scale_bytes * self.scales + self.minimum_bytes)
+        of_block = 0 if self.has_output_scales else self.scale_bytes * self.scales
+        return OUTPUTS * (of_block + self.minimum_bytes)
 
     @property
     def block_bytes(self) -> int:
@@ -119,4 +126,5 @@ Q6_SUPER = Kind(5, 6, zero=32, has_factors=True, scales=2)
 Q4_ZERO = Kind(6, 4, has_minimum=True, has_zeros=True)
 Q4_CODE = Kind(7, 4, has_codebook=True)
 Q8_QUADS = Kind(8, 8, zero=128, has_quads=True)
-KINDS = (Q8, Q4, Q4_MIN, Q4_SUPER, Q6_MIN_SUPER, Q6_SUPER, Q4_ZERO, Q4_CODE, Q8_QUADS)
+Q8_TILES = Kind(9, 8, zero=128, has_quads=True, has_output_scales=True)
+KINDS = (Q8, Q4, Q4_MIN, Q4_SUPER, Q6_MIN_SUPER, Q6_SUPER, Q4_ZERO, Q4_CODE, Q8_QUADS, Q8_TILES)

@@ -266,7 +266,7 @@ def _in_words(first_share, last_share, rows, rest, weight, bias, out, shares):
                         multiply_unpacked(of_section * _BLOCK_WORDS, address_of(laid), inputs, stride, totals)
                     else:
                         multiply_fewer(of_section * _BLOCK_WORDS, address_of(laid), inputs, stride, totals)
-            _write_block(sums, bias, out, first, last, panel * OUTPUTS)
+            write_block(sums, bias, out, first, last, panel * OUTPUTS)
     laid[0, 0] = 0  # numba frees an array after its last use, and does not see those by address
 
 
@@ -296,7 +296,7 @@ def _one_block_of_rows(first_share, last_share, rows, weight, bias, out, shares)
                 left = address_of(rows) + np.uintp(4 * amx.STEP_WORDS * (block - 1))
                 amx.add_step(left, stride, count, targets[(block - 1) % 2])
         amx.store_sums(count, address_of(sums))
-        _write_block(sums, bias, out, _NONE, count, panel * OUTPUTS)
+        write_block(sums, bias, out, _NONE, count, panel * OUTPUTS)
     amx.release_tiles()
     unpacked[0, 0, 0] = 0  # numba frees an array after its last use, and does not see those by address
 
@@ -320,12 +320,12 @@ def _many_blocks_of_rows(first_share, last_share, rows, weight, bias, out, share
                 amx.multiply_block(rows, begin, of_rows, laid, sums[(begin - first) // amx.BLOCK_ROWS], False)
             for begin in range(first, last, amx.BLOCK_ROWS):
                 end = min(begin + amx.BLOCK_ROWS, last)
-                _write_block(sums[(begin - first) // amx.BLOCK_ROWS], bias, out, begin, end, panel * OUTPUTS)
+                write_block(sums[(begin - first) // amx.BLOCK_ROWS], bias, out, begin, end, panel * OUTPUTS)
     amx.release_tiles()
 
 
 @kernel_part()
-def _write_block(sums, bias, out, begin, end, column):
+def write_block(sums, bias, out, begin, end, column):
     if len(bias) == 0 and column + OUTPUTS <= out.shape[1]:
         amx.write_block(sums, end - begin, out, begin, column)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.blocks.layout import Kind
 from handlers.cpu_kernels.blocks.numbers import AHEAD_BYTES, HAS_TABLES, Numbers
 from handlers.cpu_kernels.blocks.scales import Scales
@@ -22,9 +23,16 @@ class Block(NamedTuple):
     numbers: Numbers
 
 
+def is_read(kind: Kind) -> bool:
+    """Whether layers have blocks of a kind on this processor."""
+    if kind.has_output_scales:
+        return amx.MULTIPLIES_BYTES
+    return HAS_TABLES or not kind.has_codebook
+
+
 def for_kind(builder, code, build, kinds: Sequence[Kind]) -> None:
     """Write `build(kind)` for each of some kinds; the one with `code` runs."""
-    for kind in kinds if HAS_TABLES else [kind for kind in kinds if not kind.has_codebook]:
+    for kind in filter(is_read, kinds):
         with builder.if_then(builder.icmp_signed("==", code, INT(kind.code))):
             build(kind)
 
@@ -32,9 +40,9 @@ def for_kind(builder, code, build, kinds: Sequence[Kind]) -> None:
 def block_at(builder, kind: Kind, panel, number, distance: int = AHEAD_BYTES) -> Block:
     """Return a block of the panel at an address, by its number, which is known at run time. `distance`: see Numbers."""
     before, inside = (getattr(builder, name)(number, INT(kind.blocks)) for name in ("udiv", "urem"))
-    first = builder.add(panel, INT(kind.codebook_bytes))
+    first = builder.add(panel, INT(kind.header_bytes))
     factors = builder.add(first, builder.mul(before, INT(kind.super_bytes)))
     behind = builder.add(INT(kind.factor_bytes), builder.mul(inside, INT(kind.block_bytes)))
     address = builder.add(factors, behind)
     numbers = Numbers(builder, kind, builder.add(address, INT(kind.numbers_at)), panel, distance)
-    return Block(kind, Scales(builder, kind, factors, address), numbers)
+    return Block(kind, Scales(builder, kind, factors, panel if kind.has_output_scales else address), numbers)

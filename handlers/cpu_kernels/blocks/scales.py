@@ -46,7 +46,7 @@ class Scales:
 
     def _scales(self, address, quarter: int):
         """Return the scales of a quarter at an address: times their factors if there are any."""
-        if self._kind.has_codebook:
+        if self._kind.scale_bytes == 4:
             return load_at(self._builder, address, 4 * _OF_QUARTER * quarter, _FLOATS)
         if not self._kind.has_factors:
             return self._halves(address, quarter)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from handlers.cpu_kernels import amx
 from handlers.cpu_kernels.blocks import linear
 from handlers.cpu_kernels.blocks.laid import groups_of
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS, FIRST_PANEL, INPUTS, OUTPUTS, PANEL_WORDS
@@ -15,6 +16,7 @@ from handlers.cpu_kernels.compilation.decorators import kernel, kernel_part
 from handlers.cpu_kernels.inlined import fill
 from handlers.cpu_kernels.int8.products import LAID_BYTES, ROWS, add_products, multiply_stored
 from handlers.cpu_kernels.int8.quantising import QUANTISED_BYTES, quantise
+from handlers.cpu_kernels.int8.tiles import above_unpacked
 from handlers.cpu_kernels.intrinsics import empty
 from handlers.cpu_kernels.linear import write_sums
 from handlers.cpu_kernels.threads.parallel import in_threads, shares_of
@@ -25,6 +27,9 @@ _NONE, _ONE = np.int64(0), np.int64(1)
 _OF_GROUP, _ROW_BYTES = np.int64(ROWS), np.int64(QUANTISED_BYTES)
 
 _multiply, _multiply_floats = linear.multiply, linear.multiply_floats
+if amx.MULTIPLIES_BYTES:
+    _multiply = above_unpacked(_multiply, linear.write_block)
+    _multiply_floats = above_unpacked(_multiply_floats, write_sums)
 
 
 @kernel()
@@ -33,6 +38,7 @@ def block_linear_int8(rows, weight, bias, out, threads):
 
     weight (1, n) int64: two dimensions tell it from one whose activations are not rounded. Up to weight[0, EXACT_ROWS]
     rows are; for more rows weights are unpacked to what `block_linear` multiplies, and activations stay as they are.
+    Where tile registers multiply bytes, more than weight[0, UNPACKED_ROWS] rows are rounded with a scale for each row.
     """
     if len(rows) <= weight[0, EXACT_ROWS]:
         _multiply_int8(rows, weight[0], bias, out, threads)

@@ -16,7 +16,7 @@ from handlers.cpu_kernels import byte_products
 from handlers.cpu_kernels.blocks.laid import HALVES, Form, in_sections, multiplying_stored
 from handlers.cpu_kernels.blocks.layout import GROUP, KINDS, OUTPUTS, QUADS, Kind
 from handlers.cpu_kernels.blocks.numbers import AHEAD_BYTES, AHEAD_OF_ONE_ROW
-from handlers.cpu_kernels.blocks.reading import Block
+from handlers.cpu_kernels.blocks.reading import Block, is_read
 from handlers.cpu_kernels.blocks.vectors import HALF, WORDS, shuffled
 from handlers.cpu_kernels.byte_products import add_byte_products
 from handlers.cpu_kernels.int8.quantising import QUANTISED_BYTES, SCALE_AT, SUM_AT, begin_at
@@ -30,7 +30,7 @@ _SECTION = 12  # blocks, at most, that are laid
 
 def multiplies(kind: Kind) -> bool:
     """Whether activations in 8 bits multiply blocks of a kind."""
-    return not kind.has_codebook and (kind.bits < 8 or kind.has_quads)
+    return is_read(kind) and not kind.has_codebook and (kind.bits < 8 or kind.has_quads)
 
 
 def _numbers(builder, block: Block, group):

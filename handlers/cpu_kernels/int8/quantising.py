@@ -1,4 +1,4 @@
-"""Rounds activations to 8 bits: the 32 inputs of a block with one scale in float32, the greatest magnitude over 127.
+"""Rounds activations to 8 bits with a scale in float32, the greatest magnitude over 127: of 32 inputs, or of a row.
 
 Four inputs that a lane of a product adds up are a quad. Quad 4 * g + q of a block has inputs q, q + 4, q + 8 and q + 12
 of group g, which is the order that numbers of 4 bits have in their words (see ../blocks/layout.py).
@@ -14,8 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from handlers.cpu_kernels.blocks.layout import GROUP, INPUTS, QUADS, Kind
-from handlers.cpu_kernels.blocks.vectors import BYTE, FLOAT, HALF, WORD, load_at, store_at
+from handlers.cpu_kernels.blocks.layout import GROUP, INPUTS, Q8_TILES, QUADS, Kind
+from handlers.cpu_kernels.blocks.vectors import BYTE, FLOAT, HALF, INT, WORD, load_at, store_at
 from handlers.cpu_kernels.intrinsics import spread
 
 QUANTISED_BYTES = 64
@@ -55,18 +55,9 @@ def quantise(context, source, target, like):
     def build(ctx, builder, sig, args):
         source, target, _ = args
         bits = _bits_at(builder, source, like)
-        largest = _reduced(builder, "umax", builder.and_(bits, _in_all(0x7FFFFFFF)))
-        greatest = builder.bitcast(largest, FLOAT)
-        greatest = builder.select(builder.fcmp_ordered(">", greatest, FLOAT(_MIN)), greatest, FLOAT(_MIN))
-        inverse = spread(builder, builder.fdiv(FLOAT(_GREATEST), greatest), _INPUT_FLOATS)
-        shift = ir.Constant(_INPUT_FLOATS, [_SHIFT] * INPUTS)
-        shifted = builder.fadd(builder.fmul(builder.bitcast(bits, _INPUT_FLOATS), inverse), shift)
-        words = builder.sub(builder.bitcast(shifted, _INPUT_WORDS), _in_all(_SHIFT_BITS))
-        in_order = builder.shuffle_vector(words, words, ir.Constant(_INPUT_WORDS, _ORDER))
-        store_at(builder, builder.trunc(in_order, ir.VectorType(BYTE, INPUTS)), target, 0)
-        is_finite = builder.icmp_unsigned("<", largest, WORD(_INFINITY))
-        scale = builder.fdiv(greatest, FLOAT(_GREATEST))
-        scale = builder.select(is_finite, scale, builder.bitcast(WORD(_NAN), FLOAT))
+        inverse, scale = _scaling(builder, _reduced(builder, "umax", _magnitudes(builder, bits)))
+        words = _rounded(builder, bits, inverse)
+        _store_numbers(builder, words, target)
         groups = [_reduced(builder, "add", part) for part in _by_group(builder, words)]
         total = builder.add(*groups)
         store_at(builder, scale, target, SCALE_AT)
@@ -79,6 +70,67 @@ def quantise(context, source, target, like):
         return ctx.get_dummy_value()
 
     return types.void(types.uintp, types.uintp, like), build
+
+
+@intrinsic
+def quantise_row(context, source, blocks, target, like):
+    """Write a row in 8 bits, as `quantise` does for a block: INPUTS bytes for each of its blocks.
+
+    Return the scale, which an infinity or a NaN makes NaN, and what the sum of the row's products with numbers of
+    Q8_TILES begins with (int32).
+    """
+
+    def build(ctx, builder, sig, args):
+        source, blocks, target, _ = args
+        size = INPUTS * (4 if like == types.float32 else 2)
+
+        def bits_of(block):
+            return _bits_at(builder, builder.add(source, builder.mul(block, INT(size))), like)
+
+        greatest, total = (cgutils.alloca_once(builder, _INPUT_WORDS) for _ in range(2))
+        for vector in (greatest, total):
+            builder.store(_in_all(0), vector)
+        with cgutils.for_range(builder, blocks) as loop:
+            found, before = _magnitudes(builder, bits_of(loop.index)), builder.load(greatest)
+            is_greater = builder.icmp_unsigned(">", found, before)
+            builder.store(builder.select(is_greater, found, before), greatest)
+        inverse, scale = _scaling(builder, _reduced(builder, "umax", builder.load(greatest)))
+        with cgutils.for_range(builder, blocks) as loop:
+            words = _rounded(builder, bits_of(loop.index), inverse)
+            _store_numbers(builder, words, builder.add(target, builder.mul(loop.index, INT(INPUTS))))
+            builder.store(builder.add(builder.load(total), words), total)
+        begin = builder.mul(_reduced(builder, "add", builder.load(total)), WORD(-Q8_TILES.zero))
+        return ctx.make_tuple(builder, sig.return_type, (scale, begin))
+
+    found = types.Tuple((types.float32, types.int32))
+    return found(types.uintp, types.intp, types.uintp, like), build
+
+
+def _magnitudes(builder, bits):
+    return builder.and_(bits, _in_all(0x7FFFFFFF))
+
+
+def _scaling(builder, largest):
+    """Return the inverse of a scale in all lanes, and the scale, for the bits of the greatest magnitude."""
+    greatest = builder.bitcast(largest, FLOAT)
+    greatest = builder.select(builder.fcmp_ordered(">", greatest, FLOAT(_MIN)), greatest, FLOAT(_MIN))
+    inverse = spread(builder, builder.fdiv(FLOAT(_GREATEST), greatest), _INPUT_FLOATS)
+    is_finite = builder.icmp_unsigned("<", largest, WORD(_INFINITY))
+    scale = builder.fdiv(greatest, FLOAT(_GREATEST))
+    return inverse, builder.select(is_finite, scale, builder.bitcast(WORD(_NAN), FLOAT))
+
+
+def _rounded(builder, bits, inverse):
+    """Return the numbers that stand for the float32 of some bits, as words."""
+    shift = ir.Constant(_INPUT_FLOATS, [_SHIFT] * INPUTS)
+    shifted = builder.fadd(builder.fmul(builder.bitcast(bits, _INPUT_FLOATS), inverse), shift)
+    return builder.sub(builder.bitcast(shifted, _INPUT_WORDS), _in_all(_SHIFT_BITS))
+
+
+def _store_numbers(builder, words, target) -> None:
+    """Write the numbers of a block as bytes, in quads."""
+    in_order = builder.shuffle_vector(words, words, ir.Constant(_INPUT_WORDS, _ORDER))
+    store_at(builder, builder.trunc(in_order, ir.VectorType(BYTE, INPUTS)), target, 0)
 
 
 def _bits_at(builder, source, like):

@@ -6,11 +6,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gguf_models import mixed_gguf, random_blocks
 from rolling_batch_helpers import Received, generated, generated_like, prompts, round_any_rows
+from rounded_rows import rounded
 from tiny_models import llama_of_whole_blocks, saved_model, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -25,14 +25,6 @@ from handlers.huggingface.options import HuggingFaceOptions
 from handlers.rolling_batch.engine_loading import load_engine
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.generation import SamplingParameters
-
-
-def rounded(rows: np.ndarray) -> np.ndarray:
-    """Return what 8 bits for each input, and a scale for each 32, make of rows of float32."""
-    blocks = rows.reshape(len(rows), rows.shape[1] // 32, 32)
-    greatest = np.maximum(np.abs(blocks).max(2, keepdims=True), np.float32(2.0**-100))
-    numbers = np.rint(blocks * (np.float32(127) / greatest))
-    return (numbers.astype(np.float64) * (greatest / np.float32(127))).reshape(rows.shape)
 
 
 class ReferenceLinear(nn.Module):

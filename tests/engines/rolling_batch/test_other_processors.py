@@ -56,6 +56,7 @@ PROCESSORS = {
         {
             "test_linears": "bias or bits",
             "test_block_linears": "(multiplies and dtype0 and (512-100-5 or 33 or 600)) or bits",
+            "test_int8_tiles": "test",
             "test_attention": "may_see and dtype1 and shape1",
         },
         plugin="emulated_tiles",
