@@ -65,28 +65,33 @@ def reload_model(
         "max_client": max_client,
     }
     given = {name: str(value) for name, value in rules.items() if value is not None}
-    if canary is None and not shadow:
-        with plain_configuration_errors():
-            for unused in (*given, *(() if wait else ("no-wait",))):
-                raise ConfigurationError(f"--{unused.replace('_', '-')} needs --canary or --shadow")
-    if canary is None and not (shadow or promote or take_back):
-        plain.reload_model(model, url, header)
-        return
+    tries = canary is not None or shadow
     with plain_configuration_errors():
-        if len([each for each in (canary is not None and not shadow, shadow, promote, take_back) if each]) != 1:
+        for unused in () if tries else (*given, *(() if wait else ("no-wait",))):
+            raise ConfigurationError(f"--{unused.replace('_', '-')} needs --canary or --shadow")
+        asked = [name for name, is_asked in (("", tries), ("promote", promote), ("take_back", take_back)) if is_asked]
+        if not asked:
+            plain.reload_model(model, url, header)
+            return
+        if len(asked) > 1:
             raise ConfigurationError("--canary, --shadow, --promote and --take-back exclude each other: give one")
         server = ServerCalls(url, dict(parse_headers(header or ())))
         name = model or plain.only_model(server)
-        if promote or take_back:
-            _call(server, name, "/promote" if promote else "/take_back", {})
-            typer.echo(f"{name}: {'promoted' if promote else 'taken back'}")
-            return
-        if wait:
-            message = "waiting for the outcome; GET %s says how the trial goes, and --take-back ends it"
-            typer.echo(f"{name}: {message % plain.split_model_name(name)[0]}", err=True)
-        given |= {"shadow": str(shadow).lower(), "synchronous": str(wait).lower()}
-        answer = _call(server, name, "", given | ({} if canary is None else {"share": canary}))
-    typer.echo(f"{name}: {answer['status']}")
+        if tries:
+            given |= {"shadow": str(shadow).lower(), "synchronous": str(wait).lower()}
+            outcome = _try(server, name, wait, given | ({} if canary is None else {"share": canary}))
+        else:
+            _call(server, name, f"/{asked[0]}", {})
+            outcome = "promoted" if promote else "taken back"
+    typer.echo(f"{name}: {outcome}")
+
+
+def _try(server: ServerCalls, name: str, wait: bool, parameters: dict[str, str]) -> str:
+    """Have the new version tried; return what became of that, or that it has begun."""
+    if wait:
+        message = "waiting for the outcome; GET %s says how the trial goes, and --take-back ends it"
+        typer.echo(f"{name}: {message % plain.split_model_name(name)[0]}", err=True)
+    return str(_call(server, name, "", parameters)["status"])
 
 
 def _call(server: ServerCalls, name: str, action: str, parameters: dict[str, str]) -> Any:
