@@ -20,7 +20,6 @@ from handlers.rolling_batch.attention.decode_passes import CudaCapture
 from handlers.rolling_batch.attention.frequencies import refuse_unsteady_rope
 from handlers.rolling_batch.attention.kv_cache import KVCache
 from handlers.rolling_batch.attention.probe import UnsupportedAttentionError
-from handlers.rolling_batch.cpu.linears import move_linears
 from handlers.rolling_batch.engine import RollingBatchEngine
 from handlers.rolling_batch.images.check import ImageCheck
 from handlers.rolling_batch.images.intake import ImageModel
@@ -151,9 +150,6 @@ def load_engine(load: Callable[[], LoadedModel], options: RollingBatchOptions) -
     drafts = speculate(engine, runner, drafting, options)
     if runner.may_run_ahead:
         engine.run_ahead()
-    for served in (loaded, loaded.draft):
-        if served is not None:
-            move_linears(served.model)
     details = {
         "model": type(model).__name__,
         "dtype": str(runner.dtype).removeprefix("torch."),
@@ -270,7 +266,6 @@ def follow(loaded: LoadedModel) -> None:
     """Run a rank other than 0: compute the passes that rank 0 sends with this rank's part of the model, until Stop."""
     runner = loaded.runner()
     model_imports.finish_loading()
-    move_linears(loaded.model)
     runner.follow()
 
 

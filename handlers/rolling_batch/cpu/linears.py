@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from handlers.cpu_kernels.arrays import as_numpy
 from handlers.rolling_batch.cpu.kernel_choice import ALL, Crossovers, Work
-from handlers.rolling_batch.cpu.large_pages import use_large_pages_later
+from handlers.rolling_batch.cpu.large_pages import use_large_pages
 from handlers.rolling_batch.fused.modules import is_plain
 from handlers.torch_operators import probes
 from handlers.torch_operators.read_weights import read_weights
@@ -43,21 +42,16 @@ def lay_out_linears(model: nn.Module, crossovers: Crossovers, spared: Collection
             is_ours = is_plain(child) and child.weight.dtype == torch.bfloat16 and child not in spared
             if is_ours and name not in read_weights(kind_of_module):
                 places.setdefault((*child.weight.shape, child.bias is not None), []).append((module, name))
-    count = 0
+    laid: list[TiledLinear | PackedLinear] = []
     for shape, alike in places.items():
         kind = _kind([getattr(*place) for place in alike], crossovers) if packs else _tiled(shape[1])
         if kind is None:
             continue
         for place in alike:
-            setattr(*place, kind(getattr(*place)))
-        count += len(alike)
-    return count
-
-
-def move_linears(model: nn.Module) -> threading.Thread:
-    """Have the weights that `lay_out_linears` laid out move to large pages while the model serves."""
-    laid = [module for module in model.modules() if isinstance(module, (TiledLinear, PackedLinear))]
-    return use_large_pages_later(memory for linear in laid if (memory := linear.memory()) is not None)
+            laid.append(kind(getattr(*place)))
+            setattr(*place, laid[-1])
+    use_large_pages(memory for linear in laid if (memory := linear.memory()) is not None)
+    return len(laid)
 
 
 Kind = Callable[[nn.Linear], "TiledLinear | PackedLinear"]
