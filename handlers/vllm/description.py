@@ -48,6 +48,7 @@ class VllmEngine(EngineDescription[VllmEngineOptions]):
 
     memory_type = VllmMemory
     notes = tool_parser_notes
+    socket_directory = "VLLM_RPC_BASE_PATH"
 
     @classmethod
     def recommend(cls, machine: Machine) -> Mapping[str, str]:

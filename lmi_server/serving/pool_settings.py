@@ -33,7 +33,8 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `version` distinguishes the versions of one model. `python` is the interpreter of the workers, and
     `engine_environment` what it belongs to if the model has an engine of its own. `environment` is added to that of
-    each worker; with an `mpi` launcher each worker is a group of ranks. What a user may configure has no default here:
+    each worker, and the variable `socket_directory`, if there is one, gets a directory of the worker's own. With an
+    `mpi` launcher each worker is a group of ranks. What a user may configure has no default here:
     `ServingOptions` and `ModelOptions` have the defaults.
 
     The successor of a pool also gets what calls have changed there. `bounds` has the minimum and the maximum of workers
@@ -47,6 +48,7 @@ class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     python: str = sys.executable
     engine_environment: EngineEnvironment | None = None
     environment: Mapping[str, str] = {}
+    socket_directory: str = ""
     mpi: MpiLauncher | None = None
     adapters: tuple[RegisteredAdapter, ...] = ()
     own_adapters: tuple[RegisteredAdapter, ...] | None = None

@@ -71,8 +71,9 @@ class WorkerProcess:
     that was ready ends: `on_ending` as soon as it can take nothing more, `on_lost` when it is dead. A worker that sends
     no Stats for `heartbeat_timeout_s` seconds is killed. `environment` is added to that of this process. With an `mpi`
     launcher the worker is a group of ranks, which lives while all of them do. `on_metric` gets the metrics that it
-    prints. `python` is its interpreter. With a `remote` place the worker runs there, and is connected to. `cause` is
-    the error of the requests that it held at its end.
+    prints. `python` is its interpreter. With a `remote` place the worker runs there, and is connected to. The
+    variable `socket_directory` gets a directory of the worker's own. `cause` is the error of the requests that it held
+    at its end.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class WorkerProcess:
         on_metric: MetricSink = drop_metric,
         python: str = sys.executable,
         remote: RemotePlace | None = None,
+        socket_directory: str = "",
     ) -> None:
         self.name = name
         self.started_at = 0.0  # time.time(); 0.0 before
@@ -98,7 +100,7 @@ class WorkerProcess:
         self.is_ending = False
         self.lost = asyncio.Event()
         self.cause: LmiServerError = WorkerDiedError("The worker process ended while it held the request")
-        launch: WorkerLaunch = SingleProcess(python)
+        launch: WorkerLaunch = SingleProcess(python, socket_directory)
         if mpi is not None:
             launch = MpiGroup(python, mpi.mpirun, mpi.ranks, self._on_message, self._on_rank_lost)
         if remote is not None:

@@ -26,8 +26,27 @@ sys.exit(1)
 """
 
 
-def worker_of(python: str) -> WorkerProcess:
-    return WorkerProcess("model-0", lambda *_: None, lambda _: None, lambda _: None, 60.0, {}, python=python)
+# Leaves a Unix socket in the directory that the variable names, and is killed.
+LEAVES_A_SOCKET = """#!{python} -SE
+import os, signal, socket
+socket.socket(socket.AF_UNIX).bind(os.path.join(os.environ["SOCKETS"], "left"))
+with open({path!r}, "w") as file:
+    file.write(os.environ["SOCKETS"])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def worker_of(python: str, socket_directory: str = "") -> WorkerProcess:
+    return WorkerProcess(
+        "model-0",
+        lambda *_: None,
+        lambda _: None,
+        lambda _: None,
+        60.0,
+        {},
+        python=python,
+        socket_directory=socket_directory,
+    )
 
 
 async def outcome_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, *messages: FromWorker) -> str:
@@ -68,3 +87,21 @@ async def test_a_process_that_said_nothing_is_the_reason_itself_though_its_link_
 ) -> None:
     reason = "the worker process exited with code 1 while it loaded the model"
     assert await outcome_of(tmp_path, caplog) == reason
+
+
+@on_loop
+async def test_the_sockets_of_a_worker_go_with_it_however_it_ends(tmp_path: Path) -> None:
+    path, python = tmp_path / "directory", tmp_path / "python"
+    python.write_text(LEAVES_A_SOCKET.format(python=sys.executable, path=str(path)))
+    python.chmod(0o755)
+    directories = set()
+    for _ in range(2):
+        worker = worker_of(str(python), "SOCKETS")
+        with pytest.raises(ModelLoadError, match="was ended by SIGKILL"):
+            await worker.load(load_of(tmp_path), 60.0)
+        directory = Path(path.read_text())
+        assert len(str(directory)) < 60, "with a name of 36 characters it is the path of a Unix socket, of 107 bytes"
+        await worker.reap()
+        assert not directory.exists()
+        directories.add(directory)
+    assert len(directories) == 2

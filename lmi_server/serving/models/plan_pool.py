@@ -58,6 +58,7 @@ def plan_pool(
         python=fetched.python,
         engine_environment=fetched.environment,
         environment=_worker_variables(resolved.worker_environment, fetched),
+        socket_directory=_socket_directory(resolved),
         mpi=None if options.ranks is None else _mpi_launcher(options.ranks, environment),
         adapters=_adapters_beside(source, resolved),
         min_workers=serving.min_workers,
@@ -76,6 +77,12 @@ def plan_pool(
         prefix_affinity=resolved.engine.keeps_prefixes,
         adapter_affinity=options.adapters_on_demand or (_ADAPTERS_AT_HAND if options.enable_lora else 0),
     )
+
+
+def _socket_directory(resolved: ResolvedModel) -> str:
+    """Return the variable for the directory of the engine's sockets, "" if there is none or the user has set it."""
+    variable = resolved.engine.socket_directory
+    return "" if variable in {**process_environment(), **resolved.worker_environment} else variable
 
 
 def _mpi_launcher(ranks: int, environment: Mapping[str, str]) -> MpiLauncher:

@@ -84,6 +84,7 @@ class Membership:
             lambda metric: self._on_metric(metric._replace(model=self._name)),
             settings.python,
             remote,
+            settings.socket_directory,
         )
         self._roster.numbers[worker] = number
         return worker

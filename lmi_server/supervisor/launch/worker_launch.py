@@ -58,10 +58,16 @@ class WorkerLaunch(ABC):
 
 
 class SingleProcess(WorkerLaunch):
-    """A worker that is one process of the interpreter `python`."""
+    """A worker that is one process of the interpreter `python`.
 
-    def __init__(self, python: str) -> None:
+    `socket_directory` names the variable that gets a directory of its own, if it is not empty: a process that is killed
+    leaves its Unix sockets behind.
+    """
+
+    def __init__(self, python: str, socket_directory: str = "") -> None:
         self._python = python
+        self._socket_directory = socket_directory
+        self._directory: PrivateDirectory | None = None
         self._pid: int | None = None
 
     @property
@@ -78,6 +84,10 @@ class SingleProcess(WorkerLaunch):
                 ours.close()
                 raise
             link.send(load)
+            if self._socket_directory:
+                remove_abandoned()
+                self._directory = PrivateDirectory()
+                variables = {**variables, self._socket_directory: self._directory.path}
             return await self._execute(theirs, variables)
 
     async def _execute(self, link: socket.socket, variables: Mapping[str, str]) -> Process:
@@ -89,12 +99,17 @@ class SingleProcess(WorkerLaunch):
                 (link.fileno(), progress),
             )
         except BaseException:
-            self.progress.close()
+            self.close()
             raise
         finally:
             os.close(progress)
         self._pid = process.pid
         return process
+
+    def close(self) -> None:
+        super().close()
+        if self._directory is not None:
+            self._directory.remove()
 
 
 class MpiGroup(WorkerLaunch):
@@ -122,7 +137,7 @@ class MpiGroup(WorkerLaunch):
         self._pids: dict[int, int] = {}
         self._launcher: int | None = None
         self._group: RankGroup | None = None
-        self._directory: GroupDirectory | None = None
+        self._directory: PrivateDirectory | None = None
         self._server: asyncio.Server | None = None
         self._link: WorkerLink
         self._load: Load
@@ -145,7 +160,7 @@ class MpiGroup(WorkerLaunch):
         self._link, self._load = link, load
         port = free_port(safe_ports(process_environment()))
         remove_abandoned()
-        self._directory = GroupDirectory()
+        self._directory = PrivateDirectory()
         group = self._group = RankGroup(self._ranks, self._directory.path, port)
         self.progress = BatchProgress.create_file(progress_path(group.directory))
         try:
@@ -216,7 +231,7 @@ async def _execute(command: Sequence[str], variables: Mapping[str, str], inherit
     )
 
 
-class GroupDirectory:
+class PrivateDirectory:
     """A directory that only this user can open. Its lock tells other servers that it is in use."""
 
     def __init__(self) -> None:
@@ -233,7 +248,7 @@ class GroupDirectory:
 
 
 def remove_abandoned() -> None:
-    """Remove the directories of servers that were killed while a group was loading, when no rank could do it."""
+    """Remove the directories of servers that were killed, unless a rank of a group has done it."""
     for path in _abandoned_directories():
         logger.info("removing %s, which a server that is gone has left in shared memory", path)
         shutil.rmtree(path, ignore_errors=True)
