@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import getpass
 import importlib
 import os
 import re
@@ -65,6 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     model_imports.prepare()
+    if not hasattr(config, "workerinput"):
+        _use_own_temporary_directory(config)
     ours = {name for layer in VARIABLES.values() for name in layer}
     for name in list(os.environ):
         if name in ours or name in _HUGGING_FACE or name.startswith(("OPTION_", "ARGS_", "SERVING_")):
@@ -72,6 +75,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # Servers of the tests listen on the loopback interface, which no proxy reaches.
     direct = [os.environ.get("NO_PROXY", ""), "127.0.0.1", "localhost"]
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, direct))
+
+
+def _use_own_temporary_directory(config: pytest.Config) -> None:
+    """Have what the tests start leave its files, such as sockets of processes that were killed, where they are removed.
+
+    The directories of tests stay where pytest keeps those of the last three runs, and so does the code that torch has
+    compiled.
+    """
+    usual = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")
+    own = tempfile.mkdtemp(prefix="lmi-")
+    os.environ["TMPDIR"] = own
+    tempfile.tempdir = None  # which is read again
+    config.add_cleanup(lambda: shutil.rmtree(own, ignore_errors=True))
 
 
 # Engines that `make setup` goes on without if they cannot be installed, by the folders and files whose tests need them.
