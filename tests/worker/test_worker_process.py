@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from relay_helpers import load_of, on_loop
 
+from lmi_server.configuration.resolve import resolve_model
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.link import frame
 from lmi_server.contract.protocol import Failed, FromWorker
+from lmi_server.serving.models.fetch_model import FetchedModel
+from lmi_server.serving.models.model_store import ModelSource
+from lmi_server.serving.models.plan_pool import plan_pool
 from lmi_server.supervisor.worker_process import WorkerProcess
 
 # In place of the interpreter: gives its end of the link to the test, and exits.
@@ -102,6 +106,20 @@ async def test_the_sockets_of_a_worker_go_with_it_however_it_ends(tmp_path: Path
         directory = Path(path.read_text())
         assert len(str(directory)) < 60, "with a name of 36 characters it is the path of a Unix socket, of 107 bytes"
         await worker.reap()
-        assert not directory.exists()
         directories.add(directory)
     assert len(directories) == 2
+    assert not await asyncio.to_thread(lambda: [path for path in directories if path.exists()])
+
+
+@pytest.mark.parametrize("place", ["", "server", "model"])
+def test_a_directory_for_sockets_that_the_user_names_stays(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    if place == "server":
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    keys = {"option.rolling_batch": "vllm"} | ({"option.env": "VLLM_RPC_BASE_PATH=/run"} if place == "model" else {})
+    resolved = resolve_model(tmp_path, {}, keys)
+    planned = plan_pool(ModelSource(str(tmp_path), "m"), FetchedModel(resolved, sys.executable, ()), {}, {"": "INFO"})
+    assert planned.socket_directory == ("" if place else "VLLM_RPC_BASE_PATH")

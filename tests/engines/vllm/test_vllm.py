@@ -303,6 +303,7 @@ def test_the_worker_runs_as_explain_says(ours: Server, tiny_model: Path, tmp_pat
     explained = explain(inspect_model(tmp_path, process_environment()))
     worker = psutil.Process(ours.worker_pid())
     assert explained.worker_environment.items() <= worker.environ().items()
+    assert Path(worker.environ()["VLLM_RPC_BASE_PATH"]).is_dir()
     # The engine is in the worker.
     others = (child.cmdline() for child in worker.children())
     assert not [line for line in others if "handlers.structured_output.check_process" not in line]
