@@ -8,6 +8,7 @@ code, without its docstring. Sentences are those of docstrings and comments.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import statistics
@@ -26,6 +27,7 @@ _MAX_COMPLEXITY = 10
 _MAX_METHODS = 20
 _MAX_MODULES = 12  # of a folder
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_INNER = (*_FUNCTIONS, ast.Lambda)
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.Assert)
 _SUBORDINATE = re.compile(r"\b(?:which|that|those|what)\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])\s+")
@@ -46,6 +48,11 @@ class Module:
     def lines(self) -> int:
         return self.text.count("\n")
 
+    @functools.cached_property
+    def nodes(self) -> Sequence[ast.AST]:
+        """Every node of the tree: to walk it again for each row would take most of the time of the table."""
+        return tuple(ast.walk(self.tree))
+
 
 def read_modules(root: Path, packages: Iterable[str] = PACKAGES) -> list[Module]:
     """Return the modules of the packages below `root`, by path."""
@@ -61,7 +68,7 @@ def _module(root: Path, path: Path) -> Module:
 def functions(modules: Iterable[Module]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Yield every function and method."""
     for module in modules:
-        yield from (node for node in ast.walk(module.tree) if isinstance(node, _FUNCTIONS))
+        yield from (node for node in module.nodes if isinstance(node, _FUNCTIONS))
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -79,10 +86,11 @@ def complexity(function: ast.AST) -> int:
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(function):
-        if not isinstance(child, (*_FUNCTIONS, ast.Lambda)):
-            yield child
-            yield from _own_nodes(child)
+    waiting = [function]
+    while waiting:
+        own = [child for child in ast.iter_child_nodes(waiting.pop()) if not isinstance(child, _INNER)]
+        yield from own
+        waiting += own
 
 
 def _decisions(node: ast.AST) -> int:
@@ -132,7 +140,7 @@ def _reachable(start: str, imports: Mapping[str, set[str]]) -> set[str]:
 
 def reads_environment(module: Module) -> bool:
     """Return whether a module reads environment variables itself."""
-    return any(map(_names_environment, ast.walk(module.tree)))
+    return any(map(_names_environment, module.nodes))
 
 
 def _names_environment(node: ast.AST) -> bool:
@@ -145,7 +153,7 @@ def _names_environment(node: ast.AST) -> bool:
 
 def sentences(module: Module) -> Iterator[str]:
     """Yield the sentences of a module's docstrings and comments."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)):
             for block in _blocks(ast.get_docstring(node) or ""):
                 yield from _split(block)
@@ -200,7 +208,7 @@ def large_classes(modules: Iterable[Module]) -> Counter[str]:
     classes = {
         f"{module.name}.{node.name}": len({part.name for part in node.body if isinstance(part, _FUNCTIONS)})
         for module in modules
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ClassDef)
     }
     return Counter({name: count for name, count in classes.items() if count > _MAX_METHODS})
@@ -221,7 +229,7 @@ def table(root: Path, modules: Sequence[Module]) -> list[tuple[str, str]]:
     sizes = sorted(map(code_lines, found))
     complex_ones = sum(complexity(function) > _MAX_COMPLEXITY for function in found)
     classes = Counter(
-        node.name for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
+        node.name for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)
     )
     said = [sentence for module in modules for sentence in sentences(module)]
     folders = modules_per_folder(modules, root)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
@@ -91,7 +93,11 @@ class FilesTogether(LoadFileScheduling):
 
 def longest_first(item: pytest.Item) -> int:
     """Return the place of a test in the order in which files start; files of one place keep their order."""
-    file = item.nodeid.partition("::")[0]
+    return _place(item.nodeid.partition("::")[0])
+
+
+@functools.cache
+def _place(file: str) -> int:
     name = AS_ONE_FILE.get(file, file).removeprefix("tests/")
     places = (place for place, start in enumerate(LONGEST) if name.startswith(start))
     return next(places, len(LONGEST))
