@@ -228,9 +228,7 @@ def table(root: Path, modules: Sequence[Module]) -> list[tuple[str, str]]:
     found = list(functions(modules))
     sizes = sorted(map(code_lines, found))
     complex_ones = sum(complexity(function) > _MAX_COMPLEXITY for function in found)
-    classes = Counter(
-        node.name for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)
-    )
+    classes = Counter(node.name for module in modules for node in module.nodes if isinstance(node, ast.ClassDef))
     said = [sentence for module in modules for sentence in sentences(module)]
     folders = modules_per_folder(modules, root)
     below = {folder: count for folder, count in folders.items() if folder not in PACKAGES and _COMPAT not in folder}
