@@ -152,7 +152,7 @@ def from_triton(directory: Path) -> Migration:
     config = read_text(configs[0])
     migration = Migration(f"the Triton model {configs[0].parent.name}")
     backend = next(iter(_fields(config, "backend|platform")), "")
-    if "vllm" in backend:
+    if _VLLM.search(backend):
         _carry_vllm_model(migration, configs[0].parent)
     elif _TENSORRT_LLM.search(backend):
         migration.carry(f"backend {backend}", "option.rolling_batch", "trtllm")
@@ -164,14 +164,14 @@ def from_triton(directory: Path) -> Migration:
     for count in _fields(config, "count"):
         for key in ("minWorkers", "maxWorkers"):
             migration.carry(f"instance_group count {count}", key, count)
-    _carry_batches(migration, config, "vllm" in backend or _TENSORRT_LLM.search(backend) is not None)
+    _carry_batches(migration, config, bool(_VLLM.search(backend) or _TENSORRT_LLM.search(backend)))
     for name in ("input", "output"):
         if re.search(rf"(?m)^\s*{name}\s*[\[{{]", config):
             migration.drop(name, "the shapes of requests are those of the API: docs/api.md")
     return migration
 
 
-_TENSORRT_LLM = re.compile("tensorrt_?llm")
+_VLLM, _TENSORRT_LLM = re.compile("vllm"), re.compile("tensorrt_?llm")
 
 
 def _carry_vllm_model(migration: Migration, directory: Path) -> None:
