@@ -84,11 +84,16 @@ def _calls(trace: TracebackType) -> Iterator[str]:
 
 
 def _place(error: SyntaxError) -> Iterator[str]:
-    """Yield where an error of syntax is, and the line."""
+    """Yield where an error of syntax is, the line, and a mark below its place there."""
     if isinstance(error.filename, str):
         yield f'  File "{error.filename}", line {message_of(error.lineno)}\n'
     if isinstance(error.text, str):
-        yield f"    {error.text[:_LONGEST_LINE].strip()}\n"
+        text = error.text[:_LONGEST_LINE].rstrip()
+        line = text.lstrip()
+        yield f"    {line}\n"
+        indented = len(text) - len(line)
+        if isinstance(error.offset, int) and indented < error.offset <= len(text) + 1:
+            yield f"    {'^':>{error.offset - indented}}\n"
 
 
 def _notes(error: BaseException) -> Iterator[str]:

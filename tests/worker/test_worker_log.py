@@ -150,6 +150,11 @@ def test_an_error_of_syntax_shows_its_place_whatever_its_offsets_are(end: Any) -
     assert text == 'ERROR own: m\n    File "model.py", line 3\n      x y\n  SyntaxError: no'
 
 
+def test_the_place_of_an_error_of_syntax_is_marked() -> None:
+    text = formatted("m", error=SyntaxError("no", ("model.py", 3, 5, "  x y\n", 3, 6)))
+    assert text == 'ERROR own: m\n    File "model.py", line 3\n      x y\n        ^\n  SyntaxError: no'
+
+
 def test_an_error_of_syntax_of_any_attributes_is_reported() -> None:
     class Mute:
         def __str__(self) -> str:
