@@ -185,6 +185,15 @@ def test_an_unsafe_tar_is_refused(tmp_path: Path, entries: list[Entry], reason: 
     assert not (tmp_path / "nested" / "evil").exists()
 
 
+def test_links_through_many_links_and_directories_take_bounded_time(tmp_path: Path) -> None:
+    deep = "d/" * 98
+    chain = [link(f"{deep}0", "file"), *(link(f"{deep}{n}", f"{'../' * 98}{deep}{n - 1}") for n in range(1, 38))]
+    ends = [link(f"{deep}to{n}", "37") for n in range(300)]
+    archive = write_tar(tmp_path / "model.tar", file(f"{deep}file"), *chain, *ends)
+    target = extract(archive, ArchiveLimits(seconds=3, size=1 << 20))
+    assert (target / deep / "to299").read_bytes() == b"x"
+
+
 def test_an_entry_may_be_named_with_a_dot(tmp_path: Path) -> None:
     target = extract(write_tar(tmp_path / "model.tar", file("./a/.", b"1"), hard_link("b/.", "a/."), link("c/.", "b")))
     assert {path.name: path.read_bytes() for path in target.iterdir()} == {"a": b"1", "b": b"1", "c": b"1"}

@@ -61,10 +61,10 @@ class Tree:
 
     def check_links(self) -> None:
         """Raise UnsafeEntryError if a symbolic link leads out of the tree, as the kernel follows it."""
+        inside = _real_path(self._root)
         for path, target in self._links:
-            link = self._root / path
-            # The kernel follows few links; one that leads to nothing, or in a circle, does not exist for it.
-            if os.path.exists(link) and not link.resolve().is_relative_to(self._root):
+            real = _real_path(self._root / path)
+            if real is not None and real != inside and not real.startswith(f"{inside}/"):
                 raise link_out(target)
 
     def _make_room(self, path: PurePosixPath) -> None:
@@ -86,6 +86,21 @@ class Tree:
             return stat.S_IFMT(os.lstat(self._root / path).st_mode)
         except FileNotFoundError:
             return None
+
+
+def _real_path(path: Path) -> str | None:
+    """Return where the kernel gets to by a path; None if that is nothing.
+
+    It follows links itself: to look at each step of 40 links through 100 directories takes a thousand times as long.
+    """
+    try:
+        found = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return os.readlink(f"/proc/self/fd/{found}")
+    finally:
+        os.close(found)
 
 
 def _no_file(linked: PurePosixPath) -> UnsafeEntryError:
