@@ -73,6 +73,9 @@ class _Redirects(HTTPRedirectHandler):
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
     ) -> Request | None:
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
+        if request is not None:
+            # It is the proxy's, and ProxyHandler gives it to the proxy of the new URL, if there is one.
+            request.headers.pop("Proxy-authorization", None)
         if request is not None and request.headers and not is_same_server(req.full_url, newurl):
             fp.close()
             raise ConnectionError(f"it leads to {excerpt(newurl)}, and headers go to no other server; give that URL")

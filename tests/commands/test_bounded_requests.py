@@ -138,9 +138,10 @@ def test_a_key_follows_no_redirect_to_another_server() -> None:
             fetch_text(f"{url}/metrics", {"x-api-key": "secret"})
 
 
-def test_a_key_follows_a_redirect_on_its_server() -> None:
+@contextlib.contextmanager
+def answering_in_turn(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """Yield the host and port of a server that answers one request with each, and the requests."""
     asked: list[bytes] = []
-    answers = [redirect("/there"), HEAD + b"Content-Length: 2\r\n\r\n{}"]
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
 
         def answer_all() -> None:
@@ -150,11 +151,31 @@ def test_a_key_follows_a_redirect_on_its_server() -> None:
                     connection.sendall(answer)
 
         answered = threads.submit(answer_all)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert ServerCalls(url, {"x-api-key": "secret"}).json("GET", "/", 60) == {}
-        answered.result(60)
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}", asked
+            answered.result(60)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_key_follows_a_redirect_on_its_server() -> None:
+    with answering_in_turn(redirect("/there"), HEAD + b"Content-Length: 2\r\n\r\n{}") as (place, asked):
+        assert ServerCalls(f"http://{place}", {"x-api-key": "secret"}).json("GET", "/", 60) == {}
     assert asked[1].startswith(b"GET /there HTTP/1.1\r\n")
     assert b"\r\nX-Api-Key: secret\r\n" in asked[1]
+
+
+def test_the_password_of_a_proxy_neither_follows_a_redirect_nor_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    found = HEAD + b"Content-Length: 2\r\n\r\n{}"
+    with answering_in_turn(found) as (other, asked_there):
+        with answering_in_turn(redirect(f"http://{other}/there")) as (proxy, asked):
+            monkeypatch.setenv("http_proxy", f"http://user:secret@{proxy}")
+            assert ServerCalls("http://model.test", {}).json("GET", "/", 60) == {}
+    assert asked[0].startswith(b"GET http://model.test:80/ HTTP/1.1\r\n")
+    assert b"\r\nProxy-Authorization: Basic " in asked[0]
+    assert asked_there[0].startswith(b"GET /there HTTP/1.1\r\n")
+    assert b"proxy-authorization" not in asked_there[0].lower()
 
 
 @pytest.mark.parametrize(
