@@ -320,7 +320,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     for _ in range(MAX_CAUSES):  # user's code may raise an error from itself
         if error is None:
             break
-        if isinstance(error, MemoryError) or type(error).__name__ == _OUT_OF_MEMORY_CLASS:
+        kind = type(error)  # isinstance would ask for `__class__`, which a class of the user may have, too
+        if issubclass(kind, MemoryError) or kind.__name__ == _OUT_OF_MEMORY_CLASS:
             return True
         message = message_of(error)[:_SEARCHED]
         if any(text in message for text in _OUT_OF_MEMORY_TEXTS):

@@ -110,6 +110,6 @@ def _members(members: tuple[BaseException, ...], depth: int) -> Iterator[str]:
     for number, member in enumerate(shown, 1):
         yield f"  +---------------- {number} ----------------\n"
         for part in _chain(member, depth + 1):
-            yield "".join(f"  | {line}" for line in part.splitlines(keepends=True))
+            yield "".join(f"  | {line}" for line in shorten(part).splitlines(keepends=True))
     if len(members) > len(shown):
         yield f"  ... {len(members) - len(shown)} more exceptions ...\n"

@@ -33,7 +33,7 @@ class RecordFormatter(logging.Formatter):
     def formatException(self, ei: Any) -> str:  # noqa: N802 - the name is that of logging
         try:
             return exception_text(ei[1])
-        except Exception:  # noqa: BLE001 - an exception of the user's code may have any attributes
+        except BaseException:  # noqa: BLE001 - an exception of the user's code may have any attributes
             return f"{type.__repr__(ei[0]):.500}: its traceback cannot be shown"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,6 +189,18 @@ def test_a_group_shows_its_members_up_to_a_bound() -> None:
     assert len(formatted("m", error=group)) < 140_000
 
 
+def test_the_message_of_a_member_is_cut_before_its_lines_are_marked() -> None:
+    lines = 500_000
+    group = ExceptionGroup("g", [ValueError("\n" * lines)])
+    tracemalloc.start()
+    try:
+        assert len(formatted("m", error=group)) < 140_000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * lines, "the message itself and few copies, but nothing for each of its lines"
+
+
 def test_causes_that_a_property_makes_are_not_followed() -> None:
     class EndlessError(Exception):
         @property
@@ -197,11 +210,12 @@ def test_causes_that_a_property_makes_are_not_followed() -> None:
     assert formatted("m", error=EndlessError()).endswith("EndlessError")
 
 
-def test_an_exception_that_cannot_be_shown_is_named() -> None:
+@pytest.mark.parametrize("raised", [ValueError, SystemExit])
+def test_an_exception_that_cannot_be_shown_is_named(raised: type[BaseException]) -> None:
     class BrokenError(Exception):
         @property
         def __traceback__(self) -> None:  # type: ignore[override]
-            raise ValueError
+            raise raised
 
     text = formatted("m", error=BrokenError(FORGED))
     assert text.endswith(": its traceback cannot be shown")
