@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
+import os
 import socket
 import sys
 from pathlib import Path
@@ -11,12 +14,14 @@ import pytest
 from relay_helpers import load_of, on_loop
 
 from lmi_server.configuration.resolve import resolve_model
+from lmi_server.contract.batch_progress import BatchProgress
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.link import frame
 from lmi_server.contract.protocol import Failed, FromWorker
 from lmi_server.serving.models.fetch_model import FetchedModel
 from lmi_server.serving.models.model_store import ModelSource
 from lmi_server.serving.models.plan_pool import plan_pool
+from lmi_server.supervisor.launch import worker_launch
 from lmi_server.supervisor.worker_process import WorkerProcess
 
 # In place of the interpreter: gives its end of the link to the test, and exits.
@@ -123,3 +128,20 @@ def test_a_directory_for_sockets_that_the_user_names_stays(
     resolved = resolve_model(tmp_path, {}, keys)
     planned = plan_pool(ModelSource(str(tmp_path), "m"), FetchedModel(resolved, sys.executable, ()), {}, {"": "INFO"})
     assert planned.socket_directory == ("" if place else "VLLM_RPC_BASE_PATH")
+
+
+@pytest.mark.parametrize("step", [(BatchProgress, "create"), (fcntl, "flock")], ids=["progress", "lock"])
+@on_loop
+async def test_a_worker_that_cannot_be_started_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: tuple[object, str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(worker_launch, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(*step, fail)
+    worker = worker_of(sys.executable, "SOCKETS")
+    with pytest.raises(ModelLoadError, match="No locks available"):
+        await worker.load(load_of(tmp_path), 60.0)
+    await worker.reap()
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("lmi-")]

@@ -84,10 +84,6 @@ class SingleProcess(WorkerLaunch):
                 ours.close()
                 raise
             link.send(load)
-            if self._socket_directory:
-                remove_abandoned()
-                self._directory = PrivateDirectory()
-                variables = {**variables, self._socket_directory: self._directory.path}
             return await self._execute(theirs, variables)
 
     async def _execute(self, link: socket.socket, variables: Mapping[str, str]) -> Process:
@@ -95,7 +91,7 @@ class SingleProcess(WorkerLaunch):
         try:
             process = await _execute(
                 worker_command(self._python, f"fd:{link.fileno()}", f"fd:{progress}"),
-                variables,
+                {**variables, **self._make_directory()},
                 (link.fileno(), progress),
             )
         except BaseException:
@@ -105,6 +101,14 @@ class SingleProcess(WorkerLaunch):
             os.close(progress)
         self._pid = process.pid
         return process
+
+    def _make_directory(self) -> Mapping[str, str]:
+        """Return the variable of the worker's own directory, if it gets one."""
+        if not self._socket_directory:
+            return {}
+        remove_abandoned()
+        self._directory = PrivateDirectory()
+        return {self._socket_directory: self._directory.path}
 
     def close(self) -> None:
         super().close()
@@ -162,7 +166,11 @@ class MpiGroup(WorkerLaunch):
         remove_abandoned()
         self._directory = PrivateDirectory()
         group = self._group = RankGroup(self._ranks, self._directory.path, port)
-        self.progress = BatchProgress.create_file(progress_path(group.directory))
+        try:
+            self.progress = BatchProgress.create_file(progress_path(group.directory))
+        except OSError:
+            self._directory.remove()
+            raise
         try:
             self._server = await asyncio.get_running_loop().create_unix_server(
                 lambda: Arrival(RANK_BYTES, self._greet_rank), socket_path(group.directory)
@@ -237,8 +245,13 @@ class PrivateDirectory:
     def __init__(self) -> None:
         in_memory = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
         self.path = tempfile.mkdtemp(prefix=f"lmi-{os.getpid()}-", dir=SHARED_MEMORY if in_memory else None)
-        self._lock = os.open(self.path, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._lock = -1
+        try:
+            self._lock = os.open(self.path, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         if self._lock >= 0:
