@@ -168,10 +168,12 @@ def test_a_key_follows_a_redirect_on_its_server() -> None:
 def test_the_password_of_a_proxy_neither_follows_a_redirect_nor_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     found = HEAD + b"Content-Length: 2\r\n\r\n{}"
-    with answering_in_turn(found) as (other, asked_there):
-        with answering_in_turn(redirect(f"http://{other}/there")) as (proxy, asked):
-            monkeypatch.setenv("http_proxy", f"http://user:secret@{proxy}")
-            assert ServerCalls("http://model.test", {}).json("GET", "/", 60) == {}
+    with (
+        answering_in_turn(found) as (other, asked_there),
+        answering_in_turn(redirect(f"http://{other}/there")) as (proxy, asked),
+    ):
+        monkeypatch.setenv("http_proxy", f"http://user:secret@{proxy}")
+        assert ServerCalls("http://model.test", {}).json("GET", "/", 60) == {}
     assert asked[0].startswith(b"GET http://model.test:80/ HTTP/1.1\r\n")
     assert b"\r\nProxy-Authorization: Basic " in asked[0]
     assert asked_there[0].startswith(b"GET /there HTTP/1.1\r\n")
