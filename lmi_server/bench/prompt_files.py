@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -69,15 +70,21 @@ def _lines(text: str, path: Path) -> list[Prompt]:
 def _of_line(value: dict[str, Any]) -> Prompt:
     if not isinstance(value, dict) or not ("prompt" in value or value.get("messages") or value.get("turns")):
         raise ValueError("it has neither prompt, messages nor turns")
-    at = value.get("at")
+    messages, turns, at = value.get("messages") or [], value.get("turns") or [], value.get("at")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("messages is no list of objects")
+    if not isinstance(turns, list):
+        raise ValueError("turns is no list of texts")
+    if at is not None and not math.isfinite(at := float(at)):
+        raise ValueError(f"at is {at}, no second from the start")
     tokens = None if value.get("max_tokens") is None else int(value["max_tokens"])
-    first, *later = value.get("turns") or [value.get("prompt", "")]
+    first, *later = turns or [value.get("prompt", "")]
     return Prompt(
         str(first),
-        tuple(value.get("messages") or ()),
+        tuple(messages),
         tokens,
         adapter=value.get("adapter"),
-        at=None if at is None else float(at),
+        at=at,
         later=tuple(Turn(str(text), tokens) for text in later),
     )
 

@@ -397,6 +397,11 @@ def test_files_of_prompts(tmp_path: Path) -> None:
         ('[{"conversations": ["a"]}]', "ShareGPT's form is"),
         ('{"prompt": "a\u2028", "max_tokens": 1}\n{"prompt": "a", "max_tokens": 1e999}', "line 2: "),
         ("no json", "line 1: "),
+        ('{"messages": "abc"}', "line 1: messages is no list of objects"),
+        ('{"messages": ["abc"]}', "line 1: messages is no list of objects"),
+        ('{"turns": "ab"}', "line 1: turns is no list of texts"),
+        ('{"prompt": "a", "at": NaN}', "line 1: at is nan, no second from the start"),
+        ('{"prompt": "a", "at": 1e999}', "line 1: at is inf, no second from the start"),
     ):
         path.write_text(wrong, encoding="utf-8")
         with pytest.raises(ConfigurationError, match=message):
