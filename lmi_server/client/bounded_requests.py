@@ -85,10 +85,16 @@ class _Redirects(HTTPRedirectHandler):
 
 
 def is_same_server(url: str, other: str) -> bool:
-    """Return whether `other` is on the server of `url`, or on the same host by TLS."""
+    """Return whether `other` is on the server of `url`, or on the same host by TLS.
+
+    A name and password in front of its host count as another: not every proxy ends them where urlsplit does.
+    """
     first, second = urlsplit(url), urlsplit(other)
-    before, after = ((each.scheme, each.port or _PORTS.get(each.scheme)) for each in (first, second))
-    return first.hostname == second.hostname and (before == after or (before, after) == (("http", 80), ("https", 443)))
+    before, after = (
+        (each.scheme, _PORTS.get(each.scheme) if each.port is None else each.port) for each in (first, second)
+    )
+    is_same_port = before == after or (before, after) == (("http", 80), ("https", 443))
+    return first.hostname == second.hostname and is_same_port and "@" not in second.netloc
 
 
 class _Http(HTTPHandler):

@@ -191,6 +191,10 @@ def test_the_password_of_a_proxy_neither_follows_a_redirect_nor_forbids_it(monke
         ("http://host:8080/", "http://host:8081/", False),
         ("http://host/", "http://host.other/", False),
         ("http://host/", "http://host@other/", False),
+        ("http://host/", "http://other\\@host/", False),
+        ("http://host/", "http://other%23@host/", False),
+        ("http://host/", "http://host:0/", False),
+        ("http://[::1]:8080/", "http://[::1]:8080/a", True),
     ],
 )
 def test_which_redirects_stay_on_a_server(url: str, other: str, may_follow: bool) -> None:
