@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -145,3 +147,24 @@ async def test_a_worker_that_cannot_be_started_leaves_no_directory(
         await worker.load(load_of(tmp_path), 60.0)
     await worker.reap()
     assert not [name for name in os.listdir(tmp_path) if name.startswith("lmi-")]
+
+
+def test_the_end_of_a_worker_bears_what_it_left_and_follows_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_launch, "SHARED_MEMORY", tmp_path)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    linking, deep = worker_launch.PrivateDirectory(), worker_launch.PrivateDirectory()
+    Path(linking.path, "link").symlink_to(kept)
+    linking.remove()
+    assert not Path(linking.path).exists()
+    assert kept.exists()
+    with contextlib.chdir(deep.path):
+        for _ in range(sys.getrecursionlimit()):
+            os.mkdir("d")
+            os.chdir("d")
+    deep.remove()
+    refused = f"{deep.path} holds too many directories within each other" in caplog.text
+    assert Path(deep.path).exists() == refused, "from some Python on, rmtree does not call itself"
+    subprocess.run(["rm", "-rf", deep.path], check=True)

@@ -257,14 +257,22 @@ class PrivateDirectory:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove_tree(self.path)
 
 
 def remove_abandoned() -> None:
     """Remove the directories of servers that were killed, unless a rank of a group has done it."""
     for path in _abandoned_directories():
         logger.info("removing %s, which a server that is gone has left in shared memory", path)
+        _remove_tree(path)
+
+
+def _remove_tree(path: str | Path) -> None:
+    """Remove a directory, in which a worker may have made anything."""
+    try:
         shutil.rmtree(path, ignore_errors=True)
+    except RecursionError:
+        logger.warning("%s holds too many directories within each other to be removed; remove it yourself", path)
 
 
 def _abandoned_directories() -> Iterator[Path]:
