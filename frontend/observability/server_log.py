@@ -37,6 +37,7 @@ _LONGEST_KEPT = 4096  # characters
 # Bytes, a page of a pipe: a blocking write returns when a reader has taken all of it, and the end of the log waits as
 # long as some do. Larger pieces save a millisecond of a megabyte.
 _PIECE = 4 << 10
+_LINE_END = ord("\n")
 _DELETE = b"\x7f"  # the one control character that JSON leaves as it is and that is ASCII
 
 
@@ -302,6 +303,8 @@ class _DescriptorHandler(logging.Handler):
     def __init__(self, fd: int, tail: LogTail | None = None) -> None:
         super().__init__()
         self.written = 0  # bytes
+        self._is_within_line = False
+        self._lost = 0  # lines
         self._fd = fd
         self._is_terminal = os.isatty(fd)
         self._tail = tail
@@ -323,19 +326,34 @@ class _DescriptorHandler(logging.Handler):
         if self._tail is not None:
             for text in texts:
                 self._tail.add(text, text.count(b"\n") if isinstance(record, WrittenLines) else 1)
-        self._write([TERMINAL.around_lines(text) for text in texts] if self._is_terminal else texts)
+        if self._lost and not self._write([self._report()]):
+            self._lost = 0
+        self._lost += self._write(texts)
 
-    def _write(self, texts: Sequence[bytes]) -> None:
-        with contextlib.suppress(OSError):  # the reader of the log is gone
-            for piece in itertools.chain.from_iterable(map(_pieces, texts)):
-                while piece:
-                    try:
-                        written = os.write(self._fd, piece)
-                    except BlockingIOError:  # another process that shares the pipe has made it non-blocking
-                        select.select((), (self._fd,), ())
-                        continue
-                    self.written += written
-                    piece = piece[written:]
+    def _report(self) -> bytes:
+        """Return the line that says how many were lost, on a line of its own also behind a part of one."""
+        text = f"{self._lost} lines of the log were lost, because they could not be written"
+        record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+        return b"%b%b\n" % (b"\n" if self._is_within_line else b"", self.format(record).encode())
+
+    def _write(self, texts: Sequence[bytes]) -> int:
+        """Write lines; return how many are lost, because the disk is full or the reader of the log is gone."""
+        if self._is_terminal:
+            texts = [TERMINAL.around_lines(text) for text in texts]
+        pieces = itertools.chain.from_iterable(map(_pieces, texts))
+        for piece in pieces:
+            while piece:
+                try:
+                    written = os.write(self._fd, piece)
+                except BlockingIOError:  # another process that shares the pipe has made it non-blocking
+                    select.select((), (self._fd,), ())
+                    continue
+                except OSError:
+                    return sum(bytes(lost).count(b"\n") for lost in (piece, *pieces))
+                self.written += written
+                self._is_within_line = piece[written - 1] != _LINE_END
+                piece = piece[written:]
+        return 0
 
 
 def _pieces(text: bytes) -> Iterator[memoryview]:

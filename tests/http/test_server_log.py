@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -246,6 +247,35 @@ def test_a_reader_that_is_gone_is_no_error() -> None:
 
 
 # --- the log in JSON ---
+
+
+def test_lines_that_a_full_disk_does_not_take_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = [10_050]  # bytes that fit on the disk
+    refused: list[bytes] = []
+    write = os.write
+
+    def write_what_fits(fd: int, data: memoryview) -> int:
+        if threading.current_thread() is threading.main_thread():
+            return write(fd, data)
+        if not room[0]:
+            refused.append(bytes(data))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(fd, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", write_what_fits)
+    with background_log(1 << 20) as (_, logger, reading):
+        logger.handle(WrittenLines("test", *(b"%099d\n" % number for number in range(200)), b"%0999d\n" % 0 * 56))
+        logger.warning("lost as well")
+        wait_until(lambda: refused and b"lost as well" in refused[-1], "the disk is full")
+        room[0] = 1 << 20
+        logger.warning("the end")
+        lines = read_until(reading, b"the end\n").splitlines()
+    assert [int(line) for line in lines[:100]] == list(range(100))
+    assert lines[100] == "0" * 50, "a part of a line"
+    assert lines[101].endswith(": 157 lines of the log were lost, because they could not be written")
+    assert len(lines) == 103
 
 
 def log_in_json(directory: Path, *arguments: str, code: int, until: str = "", **variables: str) -> list[Any]:
