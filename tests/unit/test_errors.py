@@ -67,3 +67,15 @@ def test_a_message_of_a_class_of_its_own_is_a_plain_one() -> None:
 
     assert not is_out_of_memory(SpeakingError())
     assert describe(SpeakingError()) == "SpeakingError: it failed"
+
+
+def test_a_lack_of_memory_is_found_whatever_an_exception_says_its_class_is() -> None:
+    class BrokenError(Exception):
+        @property
+        def __class__(self) -> type[Exception]:  # type: ignore[override]
+            raise ValueError
+
+    error = BrokenError("x")
+    assert not is_out_of_memory(error)
+    error.__cause__ = MemoryError()
+    assert is_out_of_memory(error)
