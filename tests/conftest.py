@@ -77,16 +77,22 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, direct))
 
 
+_OWN_TEMPORARY = "lmi-tests-"
+
+
 def _use_own_temporary_directory(config: pytest.Config) -> None:
     """Have what the tests start leave its files, such as sockets of processes that were killed, where they are removed.
 
     The directories of tests stay where pytest keeps those of the last three runs, and so does the code that torch has
-    compiled.
+    compiled. A run that a run has started, as the process that those of pytest-xdist fork from, has the same directory.
     """
     usual = tempfile.gettempdir()
+    if Path(usual).name.startswith(_OWN_TEMPORARY):
+        return
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")
-    own = tempfile.mkdtemp(prefix="lmi-")
+    own = tempfile.mkdtemp(prefix=_OWN_TEMPORARY)
+    os.chmod(own, 0o1777)  # as the usual one: tests run code of other users
     os.environ["TMPDIR"] = own
     tempfile.tempdir = None  # which is read again
     config.add_cleanup(lambda: shutil.rmtree(own, ignore_errors=True))

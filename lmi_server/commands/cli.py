@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from lmi_server.configuration.server_settings import (
     server_home,
 )
 from lmi_server.contract.errors import ConfigurationError, LmiServerError
-from lmi_server.contract.texts.quoting import as_record
+from lmi_server.contract.texts.quoting import as_record, excerpt
 from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.explain.explanation import Explanation, file_problems
 from lmi_server.explain.explanation import explain as explain_model
@@ -133,7 +134,7 @@ def serve(
         settings, setting_warnings = resolve_server(environment, flags, config_file)
     _choose_stream(settings.log_stream)
     _log_to_stderr(settings.log_level, settings.log_format)
-    with _startup_errors(settings.log_format):
+    with _startup_errors(settings.log_format), _named_paths():
         if config_file is not None:
             environment = {**model_defaults(config_file), **environment}
         startup = _startup(directories or (), models or (), settings, environment)
@@ -382,6 +383,19 @@ def _startup_errors(written_as: str) -> Iterator[None]:
     except ConfigurationError as error:
         logger.error("%s", error.message)
         raise typer.Exit(1) from error
+
+
+@contextlib.contextmanager
+def _named_paths() -> Iterator[None]:
+    """Raise ConfigurationError for a path that cannot be looked up, as below a directory of another user."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        where = excerpt(os.fsdecode(error.filename))
+        reason = f"{error.strerror}; this server runs as the user {os.getuid()}"
+        raise ConfigurationError(f"{where}: cannot be looked up: {reason}") from error
 
 
 if __name__ == "__main__":

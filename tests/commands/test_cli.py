@@ -47,6 +47,16 @@ def test_a_command_starts_without_the_front_end_and_other_commands() -> None:
     assert result.stderr.strip() == ""
 
 
+@pytest.mark.parametrize("flags", [(), ("--model-store",)])
+def test_serve_names_a_path_that_cannot_be_looked_up(flags: tuple[str, ...]) -> None:
+    """Its name is too long; so is one below a directory of another user."""
+    path = "m" * 300
+    result = lmi_server("serve", *flags, path)
+    assert result.returncode != 0
+    assert "cannot be looked up: File name too long; this server runs as" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_lists_the_commands(flag: str) -> None:
     result = lmi_server(flag, columns="100")
