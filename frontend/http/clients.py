@@ -89,6 +89,7 @@ def shown_answer(data: bytes, message: str, scope: Scope) -> bytes:
     shown = shown_text(message, scope)
     if shown == message:
         return data
+    # The last one is how djl_python's answers have a text.
     for encoded in (encode, encode_line, lambda text: json.dumps(text).encode()):
         data = data.replace(encoded(message)[1:-1], encoded(shown)[1:-1])
     return data

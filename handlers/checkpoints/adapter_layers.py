@@ -110,6 +110,7 @@ class AdapterCheck:
         shapes: dict[str, Sequence[int]] = {}
         for name, weights in _tensors(Path(directory)):
             refuse_infinite(name, weights, self._dtype)
+            # Experts' layers have other names in engines.
             if name.startswith(PREFIX) and name.endswith((DOWN, UP)) and ".experts" not in name:
                 shapes[name] = weights.shape
         layers = adapted_layers(shapes)

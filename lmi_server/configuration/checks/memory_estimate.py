@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -193,14 +192,24 @@ def _parameters_of_pipeline(directory: Path) -> int:
     return sum(_elements(path) for path in counted)
 
 
+def _size(shape: Sequence[int]) -> int:
+    """Return the number of weights of a shape. Raises ValueError where the product is larger than that of any file."""
+    size = 1
+    for length in shape:
+        size *= length
+        if not 0 <= size < _MAX_WEIGHTS:
+            raise ValueError("the shape is that of no file")
+    return int(size)
+
+
 def _elements(path: Path) -> int:
     """Return the number of weights in a safetensors file, by its header; 0 if it cannot be read."""
     try:
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(length, MAX_HEADER_BYTES, path.stat().st_size)))
-        count = sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-        return int(count) if 0 < count < _MAX_WEIGHTS else 0
+        count = sum(_size(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        return count if count < _MAX_WEIGHTS else 0
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return 0
 

@@ -156,6 +156,7 @@ def _deployment(file: ModelFile, found: Inspection) -> Deployment:
     ongoing = section.max_ongoing_requests or batch
     settings = {key: source.raw for key, source in file.given.items() if key != "option.model_id"}
     deployment = Deployment(
+        # As RayLLM named it: team--name-1_5 for team/name-1.5.
         name=section.name or re.sub(r"[^\w-]", "_", file.model_id.replace("/", "--"), flags=re.ASCII),
         model_id=file.model_id,
         url=found.location,

@@ -97,7 +97,7 @@ class AdapterStore(OnDemand):
     async def hold(self, request: Input) -> None:
         name = request.properties.get(ADAPTER_HEADER)
         if not name or (name in self._adapters and not self.keeps(name)):
-            return
+            return  # a call, or the directory of the model, has brought it, and it stays
         entry = self._entries.get(name)
         if entry is None or (entry.is_loaded and name not in self._adapters):  # a call has removed it
             entry = self._begin(name, 0 if entry is None else entry.users)
