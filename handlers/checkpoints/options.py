@@ -163,13 +163,34 @@ class TransformersOptions(ModelOptions):
         """Whether option.device_map leaves the whole model on the CPU, whatever GPUs there are."""
         return self.device_map not in (None, *STRATEGIES) and not self.mapped_gpus
 
-    def device_problem(self) -> tuple[str, str] | None:
-        """Return a key in full whose value does not fit a worker with GPUs, and why; None if all fit."""
-        # A map of modules may leave some of them on the CPU.
-        if self.activation_dtype != "int8" or self.is_on_cpu or isinstance(self.placement, Mapping):
+    def device_problem(self, on_gpus: bool) -> tuple[str, str] | None:
+        """Return a key in full whose value does not fit a worker with or without GPUs, and why; None if all fit."""
+        on_gpus = on_gpus and not self.is_on_cpu
+        if on_gpus and isinstance(self.placement, Mapping):  # it may leave some modules on the CPU
+            return None
+        problem = self.block_problem(on_gpus, self.dtype)
+        if problem is not None:
+            return "option.quantize", problem
+        if not on_gpus or self.activation_dtype != "int8":
             return None
         reason = "layers round their activations on the CPU alone, and the model goes on a GPU"
         return "option.activation_dtype", f"{reason}; remove the key, or set load_on_devices=cpu"
+
+    def block_problem(self, on_gpu: bool, dtype: str) -> str | None:
+        """Return why weights of a model in `dtype` do not become blocks of option.quantize; None if they may."""
+        if self.quantize not in BLOCK_FORMATS:
+            return None
+        if on_gpu and (self.quantize not in GPU_BLOCK_FORMATS or self.save_mp_checkpoint_path is not None):
+            return (
+                f"on a GPU weights are quantised to {', '.join(GPU_BLOCK_FORMATS)}, and are not saved; set one of these"
+                " without option.save_mp_checkpoint_path, or bitsandbytes4"
+            )
+        if not on_gpu and dtype not in ("auto", "bf16", "fp32"):
+            return (
+                f"on a CPU it is for models in bf16 or fp32, and this one is in {dtype} (option.dtype={self.dtype});"
+                " set option.dtype=bf16 or fp32"
+            )
+        return None
 
     def _unrounded(self, declared: Any, config: Mapping[str, Any]) -> str | None:
         """Return why no layer of the checkpoint would round its activations; None if some do, or perhaps do."""
@@ -264,7 +285,7 @@ class TransformersEngine(EngineDescription[TransformersOptions]):
         )
 
     def checkpoint_problem(self, location: Path, config: Mapping[str, Any], on_gpus: bool) -> tuple[str, str] | None:
-        found = self.options.device_problem() if on_gpus else None
+        found = self.options.device_problem(on_gpus)
         return found or (self.options.checkpoint_problem(config) if config and location.is_dir() else None)
 
     def partition(self, config: Mapping[str, Any]) -> Mapping[str, str | None] | str:

@@ -36,7 +36,6 @@ from handlers.checkpoints.grouped.layers import has_gpu_kernels
 from handlers.checkpoints.options import (
     BLOCK_FORMATS,
     FP8,
-    GPU_BLOCK_FORMATS,
     PACKED_METHODS,
     STRATEGIES,
     TransformersOptions,
@@ -55,7 +54,7 @@ from handlers.checkpoints.quantization import (
     warn_once_of_casts,
 )
 from handlers.checkpoints.saving import saving
-from lmi_server.configuration.options import LONG_DTYPES
+from lmi_server.configuration.options import LONG_DTYPES, short_dtype
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, first_line, is_out_of_memory
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total
@@ -140,33 +139,19 @@ def quantize_blocks(model: Any, options: TransformersOptions) -> dict[str, Any]:
     """Quantise a model in place as one of BLOCK_FORMATS; return details for the log. Raises ModelLoadError."""
     assert options.quantize is not None
     on_gpu = main_device(model).type != "cpu"
-    if on_gpu:
-        _refuse_gpu_blocks(model, options)
-    if not on_gpu and model.dtype not in (torch.bfloat16, torch.float32):
-        kind = str(model.dtype).removeprefix("torch.")
+    if on_gpu and (is_spread(model) or not has_gpu_kernels()):
         raise ModelLoadError(
-            f"option.quantize={options.quantize} on a CPU is for models in bf16 or fp32, and this one is in {kind}"
-            f" (option.dtype={options.dtype}); set option.dtype=bf16 or fp32"
+            f"option.quantize={options.quantize} is for the CPU, and for one GPU by NVIDIA where Triton is installed;"
+            " set option.quantize=bitsandbytes8 or bitsandbytes4"
         )
+    problem = options.block_problem(on_gpu, short_dtype(str(model.dtype).removeprefix("torch.")))
+    _refuse(options, None if problem is None else ("option.quantize", problem))
     directory = options.save_mp_checkpoint_path
     kept: dict[str, KeptLayer] | None = None if directory is None else {}
     details = quantize_to_blocks(model, options.quantize, kept, on_gpu)
     if directory is not None and kept is not None:
         _save_blocks(model, kept, directory)
     return details
-
-
-def _refuse_gpu_blocks(model: Any, options: TransformersOptions) -> None:
-    if is_spread(model) or not has_gpu_kernels():
-        raise ModelLoadError(
-            f"option.quantize={options.quantize} is for the CPU, and for one GPU by NVIDIA where Triton is installed;"
-            " set option.quantize=bitsandbytes8 or bitsandbytes4"
-        )
-    if options.quantize not in GPU_BLOCK_FORMATS or options.save_mp_checkpoint_path is not None:
-        raise ModelLoadError(
-            f"option.quantize={options.quantize}: on a GPU weights are quantised to {', '.join(GPU_BLOCK_FORMATS)}, and"
-            " are not saved; set one of these without option.save_mp_checkpoint_path, or bitsandbytes4"
-        )
 
 
 def _save(model: Any, options: TransformersOptions) -> bool:
@@ -200,8 +185,7 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
     """
     gpus = NO_GPUS if options.is_on_cpu else usable_gpus()
     _refuse_absent_device(options, gpus.count)
-    if gpus.count:
-        _refuse(options, options.device_problem())
+    _refuse(options, options.device_problem(gpus.count > 0))
     config = load_config(path, options)
     arguments = {**_default_map(gpus.count), **options.engine_arguments(), **more}
     arguments.pop("quantization_config", None)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from handlers.checkpoints.options import BLOCK_FORMATS
 from handlers.huggingface.options import HuggingFaceOptions
 from lmi_server.configuration.handlers import HANDLERS, load_options_type
 from lmi_server.configuration.options import ModelOptions
@@ -906,6 +907,13 @@ def test_int8_beside_another_quantisation_is_refused(write: Write) -> None:
             "option.quantize=gptq",
             "config.json has no quantization_config; name a checkpoint in gptq in option.model_id",
         ),
+        *(
+            (
+                f"option.quantize={blocks}\noption.dtype=fp16",
+                "on a CPU it is for models in bf16 or fp32, and this one is",
+            )
+            for blocks in BLOCK_FORMATS
+        ),
     ],
 )
 def test_what_a_plain_checkpoint_on_a_cpu_cannot_have_is_refused_before_it_loads(
@@ -942,6 +950,24 @@ def test_activations_of_8_bits_are_refused_where_the_model_goes_on_a_gpu(
 
 
 @pytest.mark.parametrize(
+    ("more", "is_refused"),
+    [
+        ("option.quantize=q4_k", True),
+        ("option.quantize=q8_0\noption.save_mp_checkpoint_path=saved", True),
+        ("option.quantize=q8_0\noption.dtype=fp16", False),
+        ("option.quantize=q4_k\nload_on_devices=cpu", False),
+        ('option.quantize=q4_k\noption.device_map={"model": "cpu", "lm_head": 0}', False),
+    ],
+)
+def test_blocks_that_a_gpu_does_not_hold_are_refused_before_the_load(write: Write, more: str, is_refused: bool) -> None:
+    directory = write(f"option.rolling_batch=scheduler\n{more}")
+    gpu = Machine(2**34, 2**34, gpus=(Gpu("0", 2**34, 2**34),), engines=frozenset({"torch", "transformers"}))
+    problems = inspect_model(directory, {}, machine=gpu).problems
+    found = [line for line in problems if "on a GPU weights are quantised to q8_0, q4_0, int8, and are not" in line]
+    assert len(found) == is_refused, problems
+
+
+@pytest.mark.parametrize(
     ("lines", "declared", "text"),
     [
         ("", {"quantization_config": {"load_in_4bit": True}}, "are not rounded; remove the key"),
@@ -961,6 +987,8 @@ def test_what_config_json_says_against_rounded_activations_is_found_before_the_l
     [
         ("option.kv_cache_dtype=int8\noption.dtype=fp32", {}),
         ("option.activation_dtype=int8\noption.quantize=q4_0", {}),
+        ("option.quantize=q4_k", {"dtype": "float16"}),  # loaded as bf16
+        ("option.quantize=q4_k\noption.dtype=bf16", {}),
         ("option.activation_dtype=int8\noption.quantize=bitsandbytes8", {"dtype": "bfloat16"}),
         ("option.activation_dtype=int8\noption.quantize=bitsandbytes8", {"torch_dtype": "float16"}),
         ("option.activation_dtype=int8", {"quantization_config": {"load_in_8bit": True}}),

@@ -324,8 +324,12 @@ def test_one_gpu_reads_packed_layers_without_their_packages(
 
 def test_what_a_gpu_does_not_hold_is_refused_with_what_to_set() -> None:
     model = llama_of_whole_blocks().to("meta")  # stands for a GPU
-    with pytest.raises(ModelLoadError, match=r"option\.quantize=q4_k: .*q8_0, q4_0, int8, and are not saved; set one"):
+    with pytest.raises(
+        ModelLoadError, match=r"option\.quantize=q4_k is not .*q8_0, q4_0, int8, and are not saved; set one"
+    ):
         quantize_blocks(model, HuggingFaceOptions(quantize="q4_k"))
     saving = HuggingFaceOptions(quantize="q8_0", save_mp_checkpoint_path="saved")
-    with pytest.raises(ModelLoadError, match=r"option\.quantize=q8_0: .* without option\.save_mp_checkpoint_path"):
+    with pytest.raises(
+        ModelLoadError, match=r"option\.quantize=q8_0 is not .* without option\.save_mp_checkpoint_path"
+    ):
         quantize_blocks(model, saving)

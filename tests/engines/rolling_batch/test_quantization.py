@@ -25,7 +25,7 @@ from handlers.checkpoints.quantization import (
     quantization_details,
     warn_once_of_casts,
 )
-from handlers.checkpoints.transformers_loading import load_model
+from handlers.checkpoints.transformers_loading import load_model, quantize_blocks
 from handlers.cpu_kernels.blocks.layout import EXACT_ROWS
 from handlers.huggingface import model as transformers_model
 from handlers.huggingface.options import HuggingFaceOptions
@@ -310,10 +310,13 @@ def test_activations_of_8_bits_are_rounded(plain: Path) -> None:
 
 
 def test_blocks_of_a_model_in_fp16_are_refused_with_its_type(plain: Path) -> None:
-    text = r"option\.quantize=q8_0 on a CPU .* in float16 \(option\.dtype=fp16\); set option\.dtype=bf16 or fp32"
+    text = r"option\.quantize=q8_0 is not allowed; on a CPU .* in fp16 \(option\.dtype=fp16\); set option\.dtype=bf16"
     options = HuggingFaceOptions(dtype="fp16", quantize="q8_0")
     with pytest.raises(ModelLoadError, match=text):
         load_model(AutoModelForCausalLM, str(plain), options)
+    stored = AutoModelForCausalLM.from_pretrained(plain).to(torch.float64)
+    with pytest.raises(ModelLoadError, match=r"in float64 \(option\.dtype=auto\)"):
+        quantize_blocks(stored, HuggingFaceOptions(quantize="q8_0"))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
