@@ -75,17 +75,19 @@ class RecentRequests:
 
 
 def _is_short(record: RequestRecord) -> bool:
-    """Return whether all texts together are short: this runs for every request, and nearly always they are."""
-    length = len(record.id) + len(record.route) + len(record.model) + len(record.error) + len(record.trace_id)
+    """Return whether all texts together are short: this runs for every request, and nearly always they are.
+
+    The server itself makes the route, the label of the model and the trace id, which are short.
+    """
+    texts = f"{record.id}{record.error}"
     if record.summary is not None:
-        length += len(record.summary.finish_reason) + len(record.summary.adapter)
-    return length <= _LONGEST and len(record.prompt) <= _PROMPT_BYTES
+        texts = f"{texts}{record.summary.finish_reason}{record.summary.adapter}"
+    return len(texts) <= _LONGEST and len(record.prompt) <= _PROMPT_BYTES
 
 
 def _shorten(record: RequestRecord) -> RequestRecord:
     """Return a record that holds no more of what a client or a worker says than is shown."""
-    names = ("id", "route", "model", "error", "trace_id")
-    shorter = {name: excerpt(getattr(record, name), _LONGEST) for name in names}
+    shorter = {name: excerpt(getattr(record, name), _LONGEST) for name in ("id", "error")}
     summary = record.summary
     if summary is not None:
         told = {name: excerpt(getattr(summary, name), _LONGEST) for name in ("finish_reason", "adapter")}

@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -42,6 +43,7 @@ _PROBE_S = 0.1
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LEADING_ZERO = b"0"
 _INVALID = RefusedError(HTTPStatus.BAD_REQUEST, "BadRequestException", "Invalid HTTP message.")
+_OF_PROXY = frozenset({b"x-forwarded-for", b"x-forwarded-proto"})  # what uvicorn's middleware reads
 # As uvicorn sets them, and HTTP/1.2 and later are served as HTTP/1.1 (RFC 9110, section 2.5).
 _LENIENCIES = {"lenient_data_after_close": True, "lenient_version": True}
 
@@ -207,6 +209,8 @@ class RelayProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.answering = cycle
+        if isinstance(app, ProxyHeadersMiddleware) and _OF_PROXY.isdisjoint(dict(cycle.scope["headers"])):
+            app = app.app  # which spares nearly all requests a coroutine, and 3 % of the front end's time
         super()._start_asgi_task(cycle, without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_response_complete(self) -> None:

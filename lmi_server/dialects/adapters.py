@@ -141,14 +141,17 @@ def _in_body(route: str, body: Mapping[str, Any], served: ServedModel) -> str | 
     for key in ("adapters", "adapter"):
         if body.get(key) is not None:
             return adapter_name(key, body[key])
+    parameters, model = body.get("parameters"), body.get("model")
+    in_parameters = parameters.get("adapter_id") if isinstance(parameters, dict) else None
+    if in_parameters is None and not isinstance(model, str):
+        return None
     # `parameters` belongs to LMI's requests, `model` to OpenAI's. A body of neither form is one that only code of the
     # model or the adapter can read; it may use both.
     is_openai = route in model_in_body() or body.get("messages") is not None
     is_lmi = not is_openai and body.get("inputs") is not None
     is_openai = is_openai or (not is_lmi and body.get("prompt") is not None)
-    parameters, model = body.get("parameters"), body.get("model")
-    if not is_openai and isinstance(parameters, dict) and parameters.get("adapter_id") is not None:
-        return adapter_name("parameters.adapter_id", parameters["adapter_id"])
+    if not is_openai and in_parameters is not None:
+        return adapter_name("parameters.adapter_id", in_parameters)
     # OpenAI's API has no field for adapters; clients name one as the model, as with vLLM.
     return adapter_as_model(model, served) if not is_lmi and isinstance(model, str) else None
 

@@ -116,24 +116,21 @@ class ModelMetrics:
             self._adapter(summary.adapter).add(summary)
 
     def _settle_first_tokens(self, generated: Sequence[tuple[RequestRecord, Summary]]) -> None:
-        first_token, prefill, decode, gaps = [], [], [], []
-        for record, summary in generated:
-            if summary.prefill_s is None:
-                continue
-            first_token.append(record.sent - record.arrived + summary.prefill_s)
-            prefill.append(summary.prefill_s)
-            decode.append(summary.generate_s - summary.prefill_s)
-            count = summary.output_tokens - summary.sequences
-            if count > 0:
-                gap = summary.decode_s / count
-                gaps.append(gap)
-                self.histograms["token_gap"].observe(gap, count)
-                self.token_gap_sketch.observe(gap, count)
+        timed = [(record, summary, summary.prefill_s) for record, summary in generated if summary.prefill_s is not None]
+        first_token = [record.sent - record.arrived + prefill_s for record, _, prefill_s in timed]
         self.first_token_sketch.observe_all(first_token)
         self._observe("first_token", first_token)
-        self._observe("prefill", prefill)
-        self._observe("decode", decode)
-        self._observe("time_per_token", gaps)
+        self._observe("prefill", [prefill_s for _, _, prefill_s in timed])
+        self._observe("decode", [summary.generate_s - prefill_s for _, summary, prefill_s in timed])
+        gaps = [
+            (summary.decode_s / count, count)
+            for _, summary, _ in timed
+            if (count := summary.output_tokens - summary.sequences) > 0
+        ]
+        for gap, count in gaps:
+            self.histograms["token_gap"].observe(gap, count)
+            self.token_gap_sketch.observe(gap, count)
+        self._observe("time_per_token", [gap for gap, _ in gaps])
 
     def _count_without_text(self, code: int) -> None:
         """Count the end of a request without a text; if the client did something wrong, it counts by code only."""

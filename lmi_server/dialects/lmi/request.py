@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -219,7 +219,7 @@ def _parse(
     if unusual:
         warnings += _without_effect(parameters, beams, options)
     generation = GenerationRequest(
-        request_id=secrets.token_hex(16),
+        request_id=os.urandom(16).hex(),
         prompt=values["inputs"],
         sampling=_sampling(parameters, options, beams, framing is not None or (asynchronous and stream)),
         priority=request.priority,

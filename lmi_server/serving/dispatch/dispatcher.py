@@ -116,14 +116,31 @@ class Dispatcher:
         job = Job(next(self._ids), request, on_overflow, deadline, tenant, reply or ReplySlot())
         self.recovery.check(job)
         self.used_at = job.queued_at
+        worker = self._worker_at_once(request)
+        if worker is None:
+            self._queue_up(job)
+        elif deadline is None or not deadlines.fail_if_late(job):
+            self._send([job], worker)
+        if deadline is not None and (not job.sent_at or deadline.ends_running):
+            deadlines.watch(job, deadline, self._expire)
+        return job
+
+    def _worker_at_once(self, request: Input) -> WorkerProcess | None:
+        """Return the worker that gets a request now, None if the request has to go through the queue.
+
+        Where nothing waits and requests are served concurrently, it need not: that is how most requests come.
+        """
+        if self._rate.is_measuring or self._queue or self.recovery:
+            return None
+        worker = self.router.worker_for(request)
+        return worker if worker is not None and worker.requests.batch_size is None else None
+
+    def _queue_up(self, job: Job) -> None:
         loser = self._admission.admit(job)
         if loser is not None:
             _cancel_in_worker(loser)
         self.lending.make_way(job)
         self.dispatch()
-        if deadline is not None and (not job.sent_at or deadline.ends_running):
-            deadlines.watch(job, deadline, self._expire)
-        return job
 
     def cancel(self, job: Job) -> None:
         """Free what `job` holds, because its client went away or it has ended."""
@@ -241,7 +258,8 @@ class Dispatcher:
                     self.router.sessions.read_answer(item.headers, worker)
                 if isinstance(item, Reply | End):
                     requests.has_answered = True
-                    self.recovery.acquit(job)
+                    if job.fingerprint is not None:
+                        self.recovery.acquit(job.fingerprint)
             reply = job.reply
             reply.put(item, now)
             if reply.unread > _PACED_UNREAD:

@@ -42,10 +42,9 @@ class Recovery:
         if self._quarantine:
             job.fingerprint = self._quarantine.check(job.request, time.monotonic())
 
-    def acquit(self, job: Job) -> None:
-        """Forget a request that was answered."""
-        if job.fingerprint is not None:
-            self._quarantine.acquit(job.fingerprint)
+    def acquit(self, answered: bytes) -> None:
+        """Forget a request that was answered; `answered` is its fingerprint."""
+        self._quarantine.acquit(answered)
 
     def take_from(self, worker: WorkerProcess) -> list[Job]:
         """Take the jobs of a dead worker; return those to be tried again, the newest first, and fail the rest."""

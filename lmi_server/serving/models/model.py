@@ -41,14 +41,15 @@ class Trial(Protocol):
 class Model:
     """One version of a model, from its registration to its end.
 
-    `reload` is the last attempt to load it again, and `reloads` counts how they ended. `directory` is the local one
-    with its configuration, None before it is there; `configured_by` is the state of that file when it was read.
-    `fetching` is the last that a fetch of its files reported. `notes` return what features add to its description.
-    While there is a `trial`, it chooses where requests go.
+    `label` is its name, with its version if it has one. `reload` is the last attempt to load it again, and `reloads`
+    counts how they ended. `directory` is the local one with its configuration, None before it is there; `configured_by`
+    is the state of that file when it was read. `fetching` is the last that a fetch of its files reported. `notes`
+    return what features add to its description. While there is a `trial`, it chooses where requests go.
     """
 
     def __init__(self, source: ModelSource, at_startup: bool) -> None:
         self.source = source
+        self.label = source.label
         self.at_startup = at_startup
         self.registered_at = time.time()
         self.directory: Path | None = None
@@ -72,10 +73,6 @@ class Model:
     @property
     def version(self) -> str | None:
         return self.source.version
-
-    @property
-    def label(self) -> str:
-        return self.source.label
 
     @property
     def status(self) -> ModelStatus:

@@ -76,7 +76,8 @@ class Formats:
         return FormattedAdapter(**msgspec.structs.asdict(adapter), formatting=formatting)
 
     def _has_formatted_adapters(self) -> bool:
-        return any(isinstance(adapter, FormattedAdapter) for adapter in self._handler.adapters.values())
+        adapters = self._handler.adapters
+        return bool(adapters) and any(isinstance(adapter, FormattedAdapter) for adapter in adapters.values())
 
     def _formatted_adapter(self, request: Input, served: ServedModel) -> FormattedAdapter | None:
         """Return the adapter that `request` asks for, if it brings code of its own."""
