@@ -44,7 +44,7 @@ class EngineDescription(Generic[_AnyOptions]):
     """An engine with the options of one model. A subclass, named by `HandlerSpec.description`, says what differs.
 
     `variables` are those of its workers, if they do not depend on the options. `socket_directory` is the variable that
-    says where the engine makes Unix sockets, "" if there is none; a worker of one process gets a directory of its own.
+    says where the engine makes Unix sockets, "" if there is none; each worker gets a directory of its own.
     """
 
     memory_type: type[EngineMemory[Any]] = EngineMemory

@@ -102,7 +102,7 @@ class WorkerProcess:
         self.cause: LmiServerError = WorkerDiedError("The worker process ended while it held the request")
         launch: WorkerLaunch = SingleProcess(python, socket_directory)
         if mpi is not None:
-            launch = MpiGroup(python, mpi.mpirun, mpi.ranks, self._on_message, self._on_rank_lost)
+            launch = MpiGroup(python, mpi.mpirun, mpi.ranks, self._on_message, self._on_rank_lost, socket_directory)
         if remote is not None:
             launch = RemoteLaunch(remote)
         self._link = worker_link(self._on_message, self._on_link_lost)

@@ -20,11 +20,12 @@ from lmi_server.contract.batch_progress import BatchProgress
 from lmi_server.contract.errors import ModelLoadError
 from lmi_server.contract.link import frame
 from lmi_server.contract.protocol import Failed, FromWorker
+from lmi_server.machine.mpi import OPEN_MPI, MpiRun
 from lmi_server.serving.models.fetch_model import FetchedModel
 from lmi_server.serving.models.model_store import ModelSource
 from lmi_server.serving.models.plan_pool import plan_pool
 from lmi_server.supervisor.launch import worker_launch
-from lmi_server.supervisor.worker_process import WorkerProcess
+from lmi_server.supervisor.worker_process import MpiLauncher, WorkerProcess
 
 # In place of the interpreter: gives its end of the link to the test, and exits.
 GIVES_THE_LINK_AWAY = """#!{python} -SE
@@ -47,7 +48,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def worker_of(python: str, socket_directory: str = "") -> WorkerProcess:
+# In place of mpirun: runs the rank, whose command comes after some arguments.
+STARTS_A_RANK = """#!/bin/sh
+while [ "${1##*/}" != python ]; do shift; done
+exec "$@"
+"""
+
+
+def worker_of(python: str, socket_directory: str = "", mpi: MpiLauncher | None = None) -> WorkerProcess:
     return WorkerProcess(
         "model-0",
         lambda *_: None,
@@ -55,6 +63,7 @@ def worker_of(python: str, socket_directory: str = "") -> WorkerProcess:
         lambda _: None,
         60.0,
         {},
+        mpi,
         python=python,
         socket_directory=socket_directory,
     )
@@ -100,14 +109,18 @@ async def test_a_process_that_said_nothing_is_the_reason_itself_though_its_link_
     assert await outcome_of(tmp_path, caplog) == reason
 
 
+@pytest.mark.parametrize("in_group", [False, True], ids=["process", "group"])
 @on_loop
-async def test_the_sockets_of_a_worker_go_with_it_however_it_ends(tmp_path: Path) -> None:
-    path, python = tmp_path / "directory", tmp_path / "python"
+async def test_the_sockets_of_a_worker_go_with_it_however_it_ends(in_group: bool, tmp_path: Path) -> None:
+    path, python, mpirun = (tmp_path / name for name in ("directory", "python", "mpirun"))
     python.write_text(LEAVES_A_SOCKET.format(python=sys.executable, path=str(path)))
-    python.chmod(0o755)
+    mpirun.write_text(STARTS_A_RANK)
+    for program in (python, mpirun):
+        program.chmod(0o755)
+    group = MpiLauncher(MpiRun(str(mpirun), OPEN_MPI, "4.1"), 2) if in_group else None
     directories = set()
     for _ in range(2):
-        worker = worker_of(str(python), "SOCKETS")
+        worker = worker_of(str(python), "SOCKETS", group)
         with pytest.raises(ModelLoadError, match="was ended by SIGKILL"):
             await worker.load(load_of(tmp_path), 60.0)
         directory = Path(path.read_text())

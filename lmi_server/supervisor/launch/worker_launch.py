@@ -119,6 +119,7 @@ class SingleProcess(WorkerLaunch):
 class MpiGroup(WorkerLaunch):
     """A worker that is a group of ranks under mpirun. Its files, shared memory included, are in a directory of its own.
 
+    The variable `socket_directory`, if it is not empty, names this directory too: engines make Unix sockets there.
     mpirun passes no file descriptors on to its ranks. So every rank connects to a Unix socket in that directory and
     sends its number; rank 0 gets the link. The end of a connection means that its rank is dead, and `on_rank_lost` gets
     the number. `on_failed` gets the reason if a rank other than 0 cannot load the model.
@@ -131,8 +132,10 @@ class MpiGroup(WorkerLaunch):
         ranks: int,
         on_failed: Callable[[Failed], None],
         on_rank_lost: Callable[[int], None],
+        socket_directory: str = "",
     ) -> None:
         self._python = python
+        self._socket_directory = socket_directory
         self._mpirun = mpirun
         self._ranks = ranks
         self._on_failed = on_failed
@@ -177,6 +180,8 @@ class MpiGroup(WorkerLaunch):
             )
             inherited = {**process_environment(), **variables}
             own = {**group.environment(inherited), **self._mpirun.environment(group.directory)}
+            if self._socket_directory:
+                own[self._socket_directory] = group.directory
             process = await _execute(
                 mpi_worker_command(self._python, self._mpirun, self._ranks, group.directory), {**variables, **own}
             )
