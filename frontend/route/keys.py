@@ -12,6 +12,7 @@ import msgspec
 
 from frontend.access.api_keys import ApiKey, KeyRing
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.route.limits import Accounts, KeyLimits
 
@@ -67,7 +68,7 @@ def _parse(file: str) -> tuple[Sequence[ApiKey], Mapping[bytes, KeyLimits]]:
     for name, entry in found.items():
         digest = _digest(file, name, entry)
         if digest in keys:
-            raise ConfigurationError(f'--keys "{file}": keys.{name} has the key of another; give each its own')
+            raise ConfigurationError(f'--keys "{file}": keys.{excerpt(name)} has the key of another; give each its own')
         keys[digest] = ApiKey(digest, entry.max_concurrent_requests)
         limits[digest] = _limits(file, name, entry)
     return list(keys.values()), limits
@@ -80,7 +81,7 @@ def _digest(file: str, name: str, entry: _Key) -> bytes:
     usable = entry.key.isascii() and entry.key.isprintable() and " " not in entry.key and entry.key
     if not usable or entry.key.lower().startswith(_MARK):
         raise ConfigurationError(
-            f'--keys "{file}": keys.{name}.key is not allowed; write a key without spaces, or sha256: and 64 '
+            f'--keys "{file}": keys.{excerpt(name)}.key is not allowed; write a key without spaces, or sha256: and 64 '
             "hexadecimal digits"
         )
     SECRETS.add(entry.key)
@@ -91,8 +92,12 @@ def _limits(file: str, name: str, entry: _Key) -> KeyLimits:
     for count in _COUNTS:
         value = getattr(entry, count)
         if value is not None and value < 1:
-            raise ConfigurationError(f'--keys "{file}": keys.{name}.{count} = {value} is not allowed; write 1 or more')
+            raise ConfigurationError(
+                f'--keys "{file}": keys.{excerpt(name)}.{count} = {value} is not allowed; write 1 or more'
+            )
     if entry.priority is not None and not -(2**31) <= entry.priority < 2**31:
-        raise ConfigurationError(f'--keys "{file}": keys.{name}.priority is not allowed; write a number of 32 bits')
+        raise ConfigurationError(
+            f'--keys "{file}": keys.{excerpt(name)}.priority is not allowed; write a number of 32 bits'
+        )
     shared = {each: getattr(entry, each) for each in ("models", "priority", *_LIMITS)}
     return KeyLimits(name=name, **shared)

@@ -56,6 +56,7 @@ from handlers.checkpoints.quantization import (
 from handlers.checkpoints.saving import saving
 from lmi_server.configuration.options import LONG_DTYPES, short_dtype
 from lmi_server.contract.errors import ModelLoadError, ModelMemoryError, first_line, is_out_of_memory
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.machine.environment import own_rank
 from lmi_server.machine.memory import free_and_total
 from lmi_server.processes import load_progress
@@ -235,7 +236,7 @@ def _refuse(options: TransformersOptions, problem: tuple[str, str] | None) -> No
 def _refuse_absent_device(options: TransformersOptions, gpus: int) -> None:
     if max(options.mapped_gpus, default=-1) >= gpus:
         raise ModelLoadError(
-            f"option.device_map={options.device_map}: this worker has {gpus} CUDA devices;"
+            f"option.device_map={excerpt(options.device_map or '')}: this worker has {gpus} CUDA devices;"
             " leave it out, set option.device_map=cpu, or raise option.tensor_parallel_degree"
         )
 

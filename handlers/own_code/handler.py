@@ -21,6 +21,7 @@ from handlers.user_code import find_class, find_marked, load_entry_point
 from lmi_server.contract.errors import LmiServerError, ModelLoadError, RequestError
 from lmi_server.contract.handler import AsyncRequestHandler, LLMHandler, ModelInfo, RequestHandler, Response
 from lmi_server.contract.protocol import Adapter, Input
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.machine.environment import extend_python_path, own_rank
 from lmi_server.media import public_addresses
 from lmi_server.processes import model_imports
@@ -165,6 +166,6 @@ def _code_of(module: ModuleType, options: OwnCodeOptions) -> RequestHandler:
     if inspect.isasyncgenfunction(generate):
         return ConcurrentDelegate(GenerateFunction(generate))
     raise ModelLoadError(
-        f"{module.__file__}: defines no function {options.handler} (option.handler), no class derived from "
+        f"{module.__file__}: defines no function {excerpt(options.handler)} (option.handler), no class derived from "
         f"{', '.join(cls.__name__ for cls in _HANDLERS)}, and no asynchronous generator generate; define one of them"
     )

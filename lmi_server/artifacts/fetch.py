@@ -38,6 +38,7 @@ from lmi_server.artifacts.store import entry, file_errors, fill
 from lmi_server.artifacts.unpacking.limits import ArchiveLimits
 from lmi_server.contract.errors import ArtifactError
 from lmi_server.contract.progress import Progress
+from lmi_server.contract.texts.quoting import excerpt
 
 _Result = TypeVar("_Result")
 
@@ -197,7 +198,7 @@ def _location(text: str, base: Path) -> Location:
     try:
         return parse_location(text, base)
     except ValueError as error:
-        raise ArtifactError(f'model "{text}" {error}') from error
+        raise ArtifactError(f'model "{excerpt(text)}" {error}') from error
 
 
 def _bring(location: Location, revision: str | None, settings: ArtifactSettings, activity: Activity) -> Path:

@@ -23,6 +23,7 @@ from lmi_server.artifacts.progress import Activity
 from lmi_server.artifacts.store import entry, fill
 from lmi_server.artifacts.worker_code import worker_code
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
+from lmi_server.contract.texts.quoting import excerpt
 
 WORKER_PACKAGES: Mapping[str, str] = {"msgspec": "msgspec", "pydantic": "pydantic>=2.7", "uvloop": "uvloop"}
 """What every worker imports beside the standard library, and how pip calls it."""
@@ -142,8 +143,8 @@ class Interpreters:
         path = shutil.which(searched, path=self._environment.get("PATH", os.defpath))
         if path is None:
             raise ConfigurationError(
-                f'option.pythonExecutable = "{name}": there is no such program; name a Python 3.11 or later, or remove '
-                "the key: workers then run in the Python of the server"
+                f'option.pythonExecutable = "{excerpt(name)}": there is no such program; name a Python 3.11 or later,'
+                " or remove the key: workers then run in the Python of the server"
             )
         return os.path.abspath(path)
 

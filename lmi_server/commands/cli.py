@@ -165,7 +165,7 @@ def _raise_problems(found: Inspection) -> None:
     """Raise the errors of `check`, without the time that a load takes to come upon them."""
     problems = (*found.problems, *found.unavailable) or file_problems(found)
     if problems:
-        raise ConfigurationError("\n".join(problems))
+        raise ConfigurationError.from_problems(problems)
 
 
 def _startup(

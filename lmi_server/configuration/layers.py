@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from lmi_server.configuration.declaration import Option, Options, validated
 from lmi_server.configuration.properties import Properties
+from lmi_server.contract.texts.quoting import one_line
 from lmi_server.machine.environment import Variable
 
 _AnyOptions = TypeVar("_AnyOptions", bound=Options)
@@ -68,7 +69,7 @@ class Source:
     def describe(self, key: str) -> str:
         """Return place, key and value, with which every message begins; key and value as the user wrote them."""
         written = self.raw if self.written is None else self.written
-        return f'{self.place}: {self.spelling or key} = "{written}"'
+        return one_line(f'{self.place}: {self.spelling or key} = "{written}"')
 
 
 Given = Mapping[str, Source]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,7 @@ from lmi_server.configuration.layers import Given, SortedKeys, Source, build
 from lmi_server.configuration.model_directory.checkpoint import CheckpointFacts, locate_model, read_config
 from lmi_server.configuration.options import ModelOptions, ServingOptions
 from lmi_server.contract.errors import ConfigurationError
-from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.quoting import excerpt, one_line
 from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.machine.inventory import Machine, this_machine
 
@@ -109,7 +110,7 @@ class Inspection:
     def resolved(self) -> ResolvedModel:
         """Return the model, ready to be served. Raises ConfigurationError with all problems, one per line."""
         if self.problems or self.unavailable or self.spec.handler is None:
-            raise ConfigurationError("\n".join((*self.problems, *self.unavailable)))
+            raise ConfigurationError.from_problems((*self.problems, *self.unavailable))
         return ResolvedModel(
             name=self.name,
             model_dir=self.model_dir,
@@ -181,10 +182,15 @@ def inspect_model(
         worker_environment=MappingProxyType(
             {name: environment.get(name, value) for name, value in variables.items()} | dict(options.variables)
         ),
-        warnings=(*secure_mode_warnings(environment), *layers.warnings, *checks.warnings()),
-        problems=(*checks.problems({**wrong_serving, **wrong_options}), *forbidden),
-        unavailable=tuple(checks.unavailable()),
+        warnings=_lines(secure_mode_warnings(environment), layers.warnings, checks.warnings()),
+        problems=_lines(checks.problems({**wrong_serving, **wrong_options}), forbidden),
+        unavailable=_lines(checks.unavailable()),
     )
+
+
+def _lines(*texts: Iterable[str]) -> tuple[str, ...]:
+    """Return each text as one line, whatever a key, a value or a path in it holds."""
+    return tuple(map(one_line, chain.from_iterable(texts)))
 
 
 def _complete(options: ModelOptions, spec: HandlerSpec, location: str, merged: SortedKeys) -> ModelOptions:
@@ -235,7 +241,10 @@ def _checked_directory(directory: Path) -> Path:
 def _locate(keys: DecidingKeys, model_dir: Path) -> tuple[str, str | None]:
     """Return the location of the model, and a problem if option.model_id does not name one."""
     try:
-        return locate_model(keys.model_id, model_dir), None
+        location = locate_model(keys.model_id, model_dir)
+        if len(location.splitlines()) > 1:  # as of the model directory
+            raise ValueError("is not allowed; there is a line end in it; rename what it names")
+        return location, None
     except ValueError as error:
         source = keys.source(MODEL_ID)
         assert source is not None, "without a model_id the model is its directory"

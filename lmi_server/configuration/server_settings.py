@@ -29,6 +29,7 @@ from lmi_server.configuration.layers import (
 from lmi_server.configuration.options import NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds
 from lmi_server.configuration.properties import read_properties
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import one_line
 from lmi_server.features import FEATURES, load
 from lmi_server.machine import environment as env
 
@@ -385,7 +386,7 @@ def resolve_server(
     except ValueError as error:
         problems.append(f"variable SAGEMAKER_SAFE_PORT_RANGE: {error}")
     if problems or wrong:
-        raise ConfigurationError("\n".join([*problems, *wrong.values()]))
+        raise ConfigurationError.from_problems([*problems, *wrong.values()])
     warnings = [text for layer in found for text in layer.warnings]
     warnings += [
         _without_effect(key, source) if key in WITHOUT_EFFECT else unknown_key_warning(key, source, spellings(declared))
@@ -395,7 +396,7 @@ def resolve_server(
     ]
     if safe_ports is not None and settings.management_port not in (None, settings.port, *safe_ports):
         warnings.append(f"management_port = {settings.management_port} is not in SAGEMAKER_SAFE_PORT_RANGE")
-    return settings, (*warnings, *idle_variables(environment))
+    return settings, tuple(map(one_line, (*warnings, *idle_variables(environment))))
 
 
 def server_home(environment: Mapping[str, str], directory: Path) -> Path:

@@ -38,10 +38,11 @@ an exception of this tree of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
-from lmi_server.contract.texts.quoting import sendable_message
+from lmi_server.contract.texts.quoting import one_line, sendable_message
 
 
 class LmiServerError(Exception):
@@ -64,6 +65,11 @@ class LmiServerError(Exception):
 
 class ConfigurationError(LmiServerError):
     """A setting that cannot be used; the message names file, line, key, value and what is allowed."""
+
+    @classmethod
+    def from_problems(cls, problems: Iterable[str]) -> Self:
+        """Return the error whose message has a line for each problem, whatever the values in them hold."""
+        return cls("\n".join(map(one_line, problems)))
 
 
 class ModelLoadError(LmiServerError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import excerpt
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 ALL_DEVICES = "*"
@@ -121,7 +122,9 @@ def plan_devices(
         named = (text.strip() for text in load_on_devices.split(";") if text.strip())
         firsts = [_devices_of_entry(text, per_worker, len(gpus), accelerator) for text in named]
     if not firsts:
-        raise ConfigurationError(f'load_on_devices = "{load_on_devices}" names no device; use * for all of them')
+        raise ConfigurationError(
+            f'load_on_devices = "{excerpt(load_on_devices)}" names no device; use * for all of them'
+        )
     _check_apart(load_on_devices, firsts)
     return tuple(DeviceSet(indices, _slice(indices, gpus), accelerator) for indices in firsts)
 
@@ -147,18 +150,18 @@ def _devices_of_entry(text: str, per_worker: int | None, available: int, acceler
     listed = tuple(int(part[1]) for part in parts if part is not None)
     if len(listed) < len(parts):
         raise ConfigurationError(
-            f'load_on_devices: "{text}" is not allowed; allowed: *, cpu, or {accelerator.noun}s as 0, '
+            f'load_on_devices: "{excerpt(text)}" is not allowed; allowed: *, cpu, or {accelerator.noun}s as 0, '
             f"{accelerator.kind}1 or {accelerator.kind}0+{accelerator.kind}1, separated by semicolons"
         )
     size = per_worker or (len(listed) if len(listed) > 1 else max(1, available))
     indices = listed if len(listed) > 1 else tuple(range(listed[0], listed[0] + size))
     if len(indices) != size:
         raise ConfigurationError(
-            f'load_on_devices: "{text}" names {len(indices)} {accelerator.noun}s, and a worker takes {size}'
+            f'load_on_devices: "{excerpt(text)}" names {len(indices)} {accelerator.noun}s, and a worker takes {size}'
         )
     if max(indices) >= available:
         raise ConfigurationError(
-            f'load_on_devices: "{text}" with {size} {accelerator.noun}s to a worker needs {accelerator.noun}'
+            f'load_on_devices: "{excerpt(text)}" with {size} {accelerator.noun}s to a worker needs {accelerator.noun}'
             f" {max(indices)}, and {available} are visible (counted from 0); use * or cpu, or show more of them in"
             f" {accelerator.variables[0]}"
         )
@@ -168,7 +171,7 @@ def _devices_of_entry(text: str, per_worker: int | None, available: int, acceler
 def _check_apart(load_on_devices: str, sets: Sequence[tuple[int, ...]]) -> None:
     taken = [index for devices in sets for index in devices]
     if len(taken) > len(set(taken)) or sets.count(()) > 1:
-        raise ConfigurationError(f'load_on_devices = "{load_on_devices}" gives one device to two workers')
+        raise ConfigurationError(f'load_on_devices = "{excerpt(load_on_devices)}" gives one device to two workers')
 
 
 def _slice(indices: Sequence[int], gpus: Sequence[str]) -> str | None:

@@ -106,7 +106,7 @@ def test_a_value_controls_no_terminal(tmp_path: Path) -> None:
     path = model(tmp_path / "hostile", text)
     code, printed = run(path)
     assert code == 1
-    assert f'{path}:2: minWorkers = "\\x1b[2J\n  forged" is not allowed' in printed
+    assert f'{path}:2: minWorkers = "\\x1b[2J\\nforged" is not allowed' in printed
     shown = CliRunner().invoke(app, ["explain", os.path.dirname(path)]).output
     assert r"option.nokey\x9b" in shown
     assert not {"\x1b", "\x9b"} & set(printed + shown)

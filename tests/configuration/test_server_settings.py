@@ -60,6 +60,15 @@ def test_an_address_that_cannot_be_read(tmp_path: Path) -> None:
     assert file == f'{path}:2: inference_address = "unix:tmp/s" {refused}'
 
 
+def test_values_with_line_ends_forge_no_lines(tmp_path: Path) -> None:
+    path = config(tmp_path, r"inference_address=a\nb", r"port=c\nd", r"prot\ne=1")
+    with pytest.raises(ConfigurationError) as refused:
+        resolve_server({"SERVING_DRAIN_TIMEOUT": "e\nf"}, {}, path)
+    assert len(refused.value.message.splitlines()) == 3
+    _, warnings = resolve_server({}, {}, config(tmp_path, r"prot\ne=1"))
+    assert [text for text in warnings if not text.isprintable()] == []
+
+
 def test_a_warning_names_the_setting_nearest_to_an_unknown_one(tmp_path: Path) -> None:
     _, (warning,) = resolve_server({}, {}, config(tmp_path, "model_stor=/x"))
     assert "model_stor" in warning

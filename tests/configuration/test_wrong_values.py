@@ -56,6 +56,37 @@ def test_wrong_values(spec: HandlerSpec, tmp_path: Path) -> None:
     assert {key: problems_of(tmp_path, spec, key) for key in allowed} == expected
 
 
+@pytest.mark.parametrize("layer", ["serving.properties", "registration", "environment"])
+@pytest.mark.parametrize("spec", [*HANDLERS.specs, HANDLERS.java], ids=lambda spec: spec.title)
+def test_a_value_with_line_ends_forges_no_line(spec: HandlerSpec, layer: str, tmp_path: Path) -> None:
+    """Nor does a key, or a mark that turns the order of characters."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    declared = (*ServingOptions.declared_options(), *load_options_type(spec).declared_options())
+    keys = [key for option in declared for key in (*option.keys, f"{option.key}\nx") if key not in DECIDING]
+    values = dict.fromkeys(keys, "none\n\u2028\u202egnp")
+    decide = f"option.entryPoint={spec.entry_points[0]}" if spec.entry_points else _OTHERWISE[spec.title]
+    escaped = (f"{key}={value}".replace("\n", r"\n").replace("\u2028", r"\u2028") for key, value in values.items())
+    text = "\n".join([decide, *(escaped if layer == "serving.properties" else ())])
+    (tmp_path / "serving.properties").write_text(text, encoding="utf-8")
+    environment = {f"OPTION_{key.removeprefix('option.').upper()}": value for key, value in values.items()}
+    found = inspect_model(
+        tmp_path,
+        environment if layer == "environment" else {},
+        values if layer == "registration" else {},
+        machine=MACHINE,
+    )
+    lines = (*found.problems, *found.unavailable, *found.warnings, found.handler_reason)
+    assert any(r"none\n\u2028\u202egnp" in line for line in lines)
+    assert [line for line in lines if not line.isprintable()] == []
+
+
+def test_weights_with_a_line_end_in_their_name_are_refused_on_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a\nb").mkdir()
+    (tmp_path / "serving.properties").write_text(r"option.model_id=a\nb")
+    (line,) = [line for line in inspect_model(tmp_path, {}, machine=MACHINE).problems if "model_id" in line]
+    assert r'option.model_id = "a\nb" is not allowed; there is a line end in it; rename' in line
+
+
 @pytest.mark.parametrize("key", DECIDING)
 def test_a_wrong_handler(key: str, tmp_path: Path) -> None:
     file = tmp_path / "serving.properties"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from growth import assert_linear
 
-from lmi_server.contract.texts.quoting import LONGEST_MESSAGE
+from lmi_server.contract.texts.quoting import LONGEST_MESSAGE, one_line
 from lmi_server.contract.texts.secrets import SECRETS, Secrets, mask_url
 
 
@@ -66,3 +66,9 @@ def test_a_long_query_is_cut_between_parameters() -> None:
     assert shown.endswith("a=b&...")
     assert len(shown) <= LONGEST_MESSAGE
     assert SECRETS.mask_query("a=b&token=c") == "a=b&token=***"
+
+
+def test_a_secret_is_hidden_in_a_message_that_escapes_its_line_end() -> None:
+    secret, secrets = "pass\nword", Secrets()
+    secrets.add(secret)
+    assert secrets.mask(f"{one_line(secret)} and {secret}") == "*** and ***"

@@ -23,6 +23,7 @@ from lmi_server.configuration.model_directory.gguf import is_gguf, read_gguf
 from lmi_server.configuration.model_directory.model_code import MODEL_CODE
 from lmi_server.configuration.options import NGRAM
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import excerpt
 
 SECURE_MODE = "SAGEMAKER_SECURE_MODE"
 SECURITY_CONTROLS = "SAGEMAKER_SECURITY_CONTROLS"
@@ -108,7 +109,7 @@ class SecureMode:
         places = dict.fromkeys([model_dir, *([Path(location)] if here else [])])
         for adapter in (child for place in places for child in _directories(place / adapters)):
             yield from self.adapter_problems(adapter)
-        missing = [channel for channel in self.channels if not channel.is_dir()]
+        missing = [excerpt(str(channel)) for channel in self.channels if not channel.is_dir()]
         yield from (f'variable {UNTRUSTED_CHANNELS}: "{channel}" is not a directory' for channel in missing)
         yield from self.file_problems(self.channels or places)
 
@@ -158,7 +159,7 @@ def secure_mode(environment: Mapping[str, str]) -> SecureMode | None:
     """
     switch = environment.get(SECURE_MODE, "").strip().lower()
     if switch not in ("", "true", "false"):
-        raise ConfigurationError(f'variable {SECURE_MODE} = "{switch}" is not allowed; allowed: true or false')
+        raise ConfigurationError(f'variable {SECURE_MODE} = "{excerpt(switch)}" is not allowed; allowed: true or false')
     if switch != "true":
         return None
     controls = _names(environment, SECURITY_CONTROLS)

@@ -29,10 +29,10 @@ def validate(document: YamlDocument, section: type[_AnySection]) -> tuple[_AnySe
         typed = validated(section, document.data)
     except ValidationError as error:
         problems += [_problem(document, section, dict(found)) for found in error.errors()]
-        raise ConfigurationError(_join_lines(problems)) from error
+        raise _joined(problems) from error
     problems += [(document.line(path), text) for path, text in _unavailable(document, typed, ())]
     if problems:
-        raise ConfigurationError(_join_lines(problems))
+        raise _joined(problems)
     return typed, document
 
 
@@ -146,9 +146,10 @@ def _describe_allowed(kind: str, field: FieldInfo | None) -> str:
     return allowed_values(field.annotation, field.metadata)
 
 
-def _join_lines(problems: list[tuple[int, str]]) -> str:
+def _joined(problems: list[tuple[int, str]]) -> ConfigurationError:
     # A union reports one error for each of its members.
-    return "\n".join(dict.fromkeys(text for _, text in sorted(problems, key=lambda found: found[0])))
+    lines = dict.fromkeys(text for _, text in sorted(problems, key=lambda found: found[0]))
+    return ConfigurationError.from_problems(lines)
 
 
 def allowed_in_words(field: FieldInfo) -> str:

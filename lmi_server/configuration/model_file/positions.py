@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import one_line
 
 if TYPE_CHECKING:
     from yaml.nodes import Node
@@ -44,7 +45,7 @@ class YamlDocument:
 
     def name(self, path: KeyPath) -> str:
         """Return the path as the file spells it: engine_config.engine_kwargs.max_num_seqs."""
-        return ".".join(self.renamed.get(path[: end + 1], str(path[end])) for end in range(len(path)))
+        return one_line(".".join(self.renamed.get(path[: end + 1], str(path[end])) for end in range(len(path))))
 
     def label(self, path: KeyPath) -> str:
         """Return file, line and key, with which every message begins."""

@@ -84,7 +84,7 @@ def read_model_file(path: Path, text: str | None = None) -> ModelFile:
     rayllm = isinstance(content, RayLlmFile)
     problems = list(_of_rayllm(content, keys) if isinstance(content, RayLlmFile) else _of_llm_config(content, keys))
     if problems:
-        raise ConfigurationError("\n".join(problems))
+        raise ConfigurationError.from_problems(problems)
     environment = (("engine_config",) if rayllm else ()) + ("runtime_env",)
     return ModelFile(
         content=content,

@@ -23,10 +23,15 @@ def excerpt(text: str, longest: int = LONGEST) -> str:
     Line ends, control characters, marks of the direction of writing and lone surrogates are unprintable. So a quoted
     text forges no line, controls no terminal, and can always be encoded. The cost does not grow with the text.
     """
-    start = text[:longest]
-    if not start.isprintable():
-        start = "".join(character if character.isprintable() else _escape(character) for character in start)
+    start = one_line(text[:longest])
     return start if len(text) <= longest else f"{start}... ({len(text)} characters)"
+
+
+def one_line(text: str) -> str:
+    """Return the whole text with escapes in place of unprintable characters, for a message that is one line."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else _escape(character) for character in text)
 
 
 def shorten(message: str, longest: int = LONGEST_MESSAGE) -> str:

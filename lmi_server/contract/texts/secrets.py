@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_plus
 
-from lmi_server.contract.texts.quoting import LONGEST_MESSAGE
+from lmi_server.contract.texts.quoting import LONGEST_MESSAGE, one_line
 
 HIDDEN = "***"
 
@@ -34,7 +34,7 @@ class Secrets:
     def add(self, value: str) -> None:
         """Hide this value from now on."""
         if len(value) >= _SHORTEST and value not in self._values:
-            self._values = (*self._values, value)
+            self._values = tuple(dict.fromkeys((*self._values, value, one_line(value))))
 
     def add_named(self, values: Mapping[str, str]) -> None:
         """Hide values whose names mean secrets, and the values in a list of variables (A=1,B=2)."""

@@ -134,7 +134,7 @@ class ModelCatalog:
             owner = self._find(alias) or endpoint
             if owner is not endpoint:
                 raise ConfigurationError(
-                    f'option.served_model_name = "{alias}" is a name of model {owner.name}; choose another'
+                    f'option.served_model_name = "{excerpt(alias)}" is a name of model {owner.name}; choose another'
                 )
 
     def renew_aliases(self, name: str) -> None:

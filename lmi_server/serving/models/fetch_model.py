@@ -65,7 +65,7 @@ async def fetch_model(
     """
     found = await _inspect(inspect, model_dir, environment, registration)
     if found.problems or found.unavailable:
-        raise ConfigurationError("\n".join((*found.problems, *found.unavailable)))
+        raise ConfigurationError.from_problems((*found.problems, *found.unavailable))
     artifacts = await fetch_artifacts(
         model_dir,
         found.location,
@@ -107,7 +107,7 @@ def _refuse_unsafe_files(fetched: Sequence[Path], environment: Mapping[str, str]
     secure = secure_mode(environment)
     problems = [] if secure is None else list(secure.file_problems(fetched))
     if problems:
-        raise ConfigurationError("\n".join(problems))
+        raise ConfigurationError.from_problems(problems)
 
 
 def _code_dir(found: Inspection) -> Path:

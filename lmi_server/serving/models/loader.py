@@ -134,7 +134,7 @@ class ModelLoader:
             raise ConfigurationError(f"src = {directory} is not allowed in secure mode; allowed: a directory")
         problems = list(secure.adapter_problems(Path(directory)))
         if problems:
-            raise ConfigurationError("\n".join(problems))
+            raise ConfigurationError.from_problems(problems)
 
 
 def _adapter_store(resolved: ResolvedModel) -> str | None:

@@ -14,6 +14,7 @@ from lmi_server.configuration.choice.model_layers import SERVING_PROPERTIES
 from lmi_server.configuration.model_file.application import models_of
 from lmi_server.configuration.model_file.read import name_in_file, name_of_member
 from lmi_server.contract.errors import ConfigurationError
+from lmi_server.contract.texts.quoting import excerpt
 from lmi_server.machine.environment import is_multi_model
 
 HUB_VARIABLES = ("HF_MODEL_ID", "HF_REVISION", "HF_TASK")
@@ -153,7 +154,9 @@ def parse_spec(text: str, store: Path | None = None) -> ModelSource:
     """
     prefix, url = _prefix_and_url(text.strip())
     if not url:
-        raise ConfigurationError(f'model "{text}" has no URL; allowed: url or [name:version:engine:devices]=url')
+        raise ConfigurationError(
+            f'model "{excerpt(text)}" has no URL; allowed: url or [name:version:engine:devices]=url'
+        )
     name, version, *more = (*prefix.split(":", 3), "", "", "", "")[:4]
     url, settings = _split_query(url)
     settings |= {key: value for key, value in zip(_SPEC_KEYS, more, strict=True) if value and value != "*"}
