@@ -116,7 +116,10 @@ def _run(
     map_large_blocks()
     try:
         server = _Server(sources, settings, listeners, certificate, environment, inspect, registry, access, log)
-        code = uvloop.run(server.serve())
+        try:
+            code = uvloop.run(server.serve())
+        finally:
+            server.write_reports()
         # The end of the log may wait for its reader. The loop, which took signals, is gone and has left their handlers.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: os._exit(1))
@@ -163,13 +166,6 @@ class _Server:
         )
         self._models.room.unloads_idle = settings.unload_idle_models
 
-    async def serve(self) -> int:
-        """Serve until the end; return the exit code of the process."""
-        try:
-            return await self._serve()
-        finally:
-            self._write_reports()
-
     def note_end(self) -> None:
         """Note that the event loop has ended."""
         self._forced_end.leave()
@@ -177,14 +173,16 @@ class _Server:
     def _before_forced_end(self) -> None:
         """Kill what this process has started, and write the log. It runs in another thread."""
         kill_left()
+        self.write_reports()
         self._log.close(_LOG_CLOSE_S)
 
-    def _write_reports(self) -> None:
-        """Write the waiting log lines of ended requests, however the server ends."""
+    def write_reports(self) -> None:
+        """Write the waiting log lines of ended requests, however the server ends; the end of the loop ends the last."""
         if self._reports is not None:
             self._reports.flush()
 
-    async def _serve(self) -> int:
+    async def serve(self) -> int:
+        """Serve until the end; return the exit code of the process."""
         models, metrics = self._models, self._metrics
         relay = Relay(models, metrics, self._settings, self._access)
         self._reports = relay.reports
@@ -304,7 +302,7 @@ class _Server:
             logger.warning("second signal: ending at once")
             self._models.kill()
             self._orphans.end()
-            self._write_reports()
+            self.write_reports()
             self._log.close(_LOG_CLOSE_S)
             os._exit(1)
 

@@ -83,9 +83,9 @@ class RequestLog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._records:
-            self._logger.handle(WrittenLines(_LOGGER, self._encode(_lines(self._records))))
-            self._records.clear()
+        records, self._records = self._records, []
+        if records:
+            self._logger.handle(WrittenLines(_LOGGER, self._encode(_lines(records))))
 
 
 def _lines(records: Sequence[RequestRecord]) -> list[RequestLine]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -58,6 +59,11 @@ def ends_in_time(server: Server) -> None:
     server.process.terminate()
     assert server.ended() == 0
     assert time.monotonic() - began < LIMIT_S
+
+
+def access_lines(server: Server) -> list[str]:
+    """Return the lines of the access log of a server that has ended."""
+    return [line for line in server.lines if '"log":"access"' in line]
 
 
 def invoke_later(server: Server, prompt: str, **headers: str) -> str:
@@ -220,11 +226,26 @@ def test_clients_that_do_not_read(tmp_path: Path) -> None:
 def test_a_second_signal_ends_what_a_thread_holds(tmp_path: Path) -> None:
     (tmp_path / "stuck").mkdir()
     os.mkfifo(tmp_path / "stuck" / "never_read")
-    with serving(tmp_path) as server, connect(server, raw_request("wait")):
+    variables = {"SERVING_ACCESS_LOG": "json"}
+    with serving(tmp_path, variables=variables) as server, connect(server, raw_request("wait")):
         parameters = {"url": str(tmp_path / "stuck"), "synchronous": "false"}
         assert server.http.post("/models", params=parameters).status_code == 202
         server.until("lmi_requests_in_flight", 1)
         server.process.terminate()
         server.log_line("draining")
+        assert server.invoke("late").status_code == 503
         threading.Timer(0.1, server.process.terminate).start()
         assert server.ended() == 1
+        assert len(access_lines(server)) == 1
+
+
+def test_a_loop_that_hangs_loses_no_line_of_the_access_log(tmp_path: Path) -> None:
+    variables = {**DRAIN, "SERVING_ACCESS_LOG": "json"}
+    with serving(tmp_path, variables=variables) as server, connect(server, raw_request("wait")):
+        server.until("lmi_requests_in_flight", 1)
+        server.process.terminate()
+        server.log_line("draining")
+        assert server.invoke("late").status_code == 503
+        os.kill(server.process.pid, signal.SIGUSR1)
+        assert server.ended() == 1
+        assert len(access_lines(server)) == 1

@@ -23,6 +23,7 @@ import runpy
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,7 @@ def serve(command_line: Sequence[str]) -> int:
     parser.add_argument("directories", nargs="*", type=Path)
     parser.add_argument("--model-store", type=Path)
     arguments = parser.parse_args(command_line)
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))  # the event loop hangs
     settings, _ = resolve_server({"SERVING_WAIT_MODEL_LOADING": "false", **os.environ}, {"port": 0})
     sources, _ = startup_sources(Startup(arguments.directories, model_store=arguments.model_store), {})
     of_models = {name: value for name, value in os.environ.items() if name.startswith("SAGEMAKER_")}
