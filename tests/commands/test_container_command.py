@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,8 @@ def test_every_command_of_the_server_is_known() -> None:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lmi_server.commands.container_command", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    environment = os.environ | {"SERVING_PORT": "0"}  # another program may have port 8080, and its error come first
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
 
 
 @pytest.mark.slow

@@ -76,12 +76,11 @@ def test_a_client_that_stops_sending_is_not_waited_for(server: Server, sent: byt
     assert (b"HTTP/1.1 408 Request Timeout" in answer) == bool(message)
 
 
-def trickled(server: Server, start: bytes, rest: bytes) -> tuple[bytes, float]:
-    """Send `rest` byte by byte, four in a second; return the answer and the seconds until the connection ended."""
-    began = time.monotonic()
+def trickled(server: Server, start: bytes, rest: bytes) -> tuple[bytes, int]:
+    """Send `rest` byte by byte, four in a second; return the answer and how many bytes the connection took."""
     with connect(server, start) as connection:
         connection.settimeout(0.25)
-        answer = bytearray()
+        answer, sent = bytearray(), 0
         for byte in rest:
             try:
                 part = connection.recv(65536)
@@ -95,7 +94,8 @@ def trickled(server: Server, start: bytes, rest: bytes) -> tuple[bytes, float]:
                     break
             with contextlib.suppress(OSError):
                 connection.sendall(bytes([byte]))
-        return bytes(answer), time.monotonic() - began
+            sent += 1
+        return bytes(answer), sent
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,10 @@ def trickled(server: Server, start: bytes, rest: bytes) -> tuple[bytes, float]:
     ],
 )
 def test_a_byte_now_and_then_is_not_waited_for(server: Server, start: bytes, rest: bytes, message: bytes) -> None:
-    answer, seconds = trickled(server, start, rest)
+    """The server ends the connection before the last byte. A busy machine makes its seconds and the client's longer."""
+    answer, sent = trickled(server, start, rest)
     assert message in answer
-    assert seconds < 60, "all bytes would take four minutes"
+    assert sent < len(rest)
 
 
 @pytest.mark.slow
@@ -120,9 +121,9 @@ def test_a_slow_body_may_come_at_any_rate_if_the_limit_is_off(tmp_path: Path) ->
     body = json.dumps(request("a")).encode()
     variables = {**SETTINGS, "SERVING_MIN_TRANSFER_RATE": "0"}
     with serving(tmp_path, variables=variables, libraries="") as server:
-        answer, seconds = trickled(server, head(len(body)), body + b"\n" * 20)
+        answer, sent = trickled(server, head(len(body)), body + b"\n" * 20)
     assert answer.startswith(b"HTTP/1.1 200")
-    assert seconds > 3
+    assert sent >= len(body)
 
 
 @pytest.mark.slow
