@@ -33,7 +33,7 @@ from lmi_server.processes import model_imports
 if TYPE_CHECKING:
     from pipeline_helpers import LoadTask
 
-pytest_plugins = ["cpu_times", "xdist_forks"]
+pytest_plugins = ["cpu_times", "xdist_forks", "xdist_reports"]
 
 _HUGGING_FACE = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT", "HF_TOKEN", "HF_HUB_CACHE"}
 
