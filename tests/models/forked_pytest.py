@@ -11,12 +11,15 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import NoReturn
 
@@ -25,11 +28,22 @@ import pytest
 
 from lmi_server.processes.parents import end_with_parent
 
+# What several files of tests import within their functions, by how they name it.
+_IMPORTED_LATE = {
+    "anthropic": r"^ +(?:from|import) anthropic\b",
+    "moto.server": r"^from artifact_helpers import .*\bs3_server\b",
+    "moto.s3.responses": r"^from artifact_helpers import .*\bs3_server\b",
+    "openai": r"^ +(?:from|import) openai\b",
+    "playwright.sync_api": r"^ +from playwright\b",
+}
 _BY_ITSELF = ("-n0", "--collect-only", "-q", "-p", "no:cacheprovider")
 
 
-class _Unfinished:
-    """Forgets the modules whose import an error or a skip has ended: each fork imports and reports them itself."""
+class _Collection:
+    """Imports what the tests will, and forgets the modules whose import an error or a skip has ended.
+
+    Each fork imports and reports those itself.
+    """
 
     def __init__(self) -> None:
         self._files: set[str] = set()
@@ -37,6 +51,14 @@ class _Unfinished:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if not report.passed:
             self._files.add(report.nodeid.partition("::")[0])
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Import what several of the chosen files would import, each process for itself."""
+        texts = [file.read_text(encoding="utf-8") for file in {item.path for item in session.items}]
+        for name, pattern in _IMPORTED_LATE.items():
+            users = sum(re.search(pattern, text, re.MULTILINE) is not None for text in texts)
+            if users > 1 and find_spec(name.partition(".")[0]) is not None:
+                import_module(name)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         files = {str(session.config.rootpath / file) for file in self._files}
@@ -51,7 +73,7 @@ def main(listening: int, paths: str, arguments: Sequence[str]) -> None:
     sys.path[:] = json.loads(paths)
     before = dict(os.environ)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        pytest.main([*arguments, *_BY_ITSELF], [_Unfinished()])
+        pytest.main([*arguments, *_BY_ITSELF], [_Collection()])
     gc.freeze()
     imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
     be(fork_requests.Forks(socket.socket(fileno=listening)).next_fork(), imported)
