@@ -25,12 +25,18 @@ def setup_script() -> ModuleType:
     return module
 
 
-def uv(*arguments: str | Path, **variables: str) -> str:
-    """Run uv with the indexes that pip is configured with; return what it printed."""
+def uv(*arguments: str | Path) -> str:
+    """Run uv with its cache alone, or else with the indexes that pip is configured with; return what it printed.
+
+    `make setup` has filled the cache. Some indexes have uv ask for each package again, and compile what has no wheel.
+    """
     command = [str(Path(sys.executable).with_name("uv")), *map(str, arguments)]
-    environment = {**os.environ, **settings_of_pip(), **variables}
+    environment = {**os.environ, **settings_of_pip(), "UV_OFFLINE": "1"}
     environment.pop("VIRTUAL_ENV", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    run = functools.partial(subprocess.run, command, capture_output=True, text=True, check=False, timeout=600)
+    done = run(env=environment)
+    if done.returncode != 0:
+        done = run(env={**environment, "UV_OFFLINE": "0"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
