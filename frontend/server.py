@@ -14,10 +14,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -195,17 +196,7 @@ class _Server:
         self._orphans.start()
         serving = asyncio.create_task(http.serve([listener.socket for listener in self._listeners]))
         starting = [models.register(source, at_startup=True) for source in self._sources]
-        watches = [asyncio.create_task(self._measure_start(starting))]
-        watches += [asyncio.create_task(self._end_if_unloadable(model)) for model in starting]
-        pages = dict(feature.page for feature in app.features if feature.page is not None)
-        watches.append(asyncio.create_task(self._say_ready(starting, pages)))
-        watches.append(asyncio.create_task(models.follow()))
-        watches += [asyncio.create_task(task) for feature in app.features for task in feature.tasks()]
-        if self._settings.reload_on_change:
-            watches.append(asyncio.create_task(ModelWatch(models).run()))
-        watches += [asyncio.create_task(ring.watch()) for ring in self._access.key_rings]
-        if self._certificate is not None:
-            watches.append(asyncio.create_task(self._certificate.watch()))
+        watches = [asyncio.create_task(task) for task in self._watches(app, starting)]
         for listener, what in zip(self._listeners, ("", " for management"), strict=False):
             logger.info("listening on %s%s", listener.url, what)
         self._log_access()
@@ -222,6 +213,19 @@ class _Server:
         logger.info("stopped")
         self._forced_end.code = 1 if failed else 0
         return self._forced_end.code
+
+    def _watches(self, app: App, starting: Sequence[Model]) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield what goes on beside the service until its end."""
+        yield self._measure_start(starting)
+        yield from map(self._end_if_unloadable, starting)
+        yield self._say_ready(starting, dict(feature.page for feature in app.features if feature.page is not None))
+        yield self._models.follow()
+        yield from chain.from_iterable(feature.tasks() for feature in app.features)
+        if self._settings.reload_on_change:
+            yield ModelWatch(self._models).run()
+        yield from (ring.watch() for ring in self._access.key_rings)
+        if self._certificate is not None:
+            yield self._certificate.watch()
 
     def _log_access(self) -> None:
         """Say who may manage models, and warn of unsafe settings: a proxy without headers, parents with keys."""

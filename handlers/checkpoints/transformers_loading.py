@@ -197,21 +197,12 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
         refuse_sizes(config, path)
         dtype = torch.bfloat16 if arguments["dtype"] == "auto" else arguments["dtype"]
         return {**arguments, **gguf_weights(path), "dtype": dtype}
-    _refuse_unfit(options, config)
-    saves, in_blocks = options.save_mp_checkpoint_path is not None, checkpoint_method(config) == BLOCKS
-    can_pack = not (saves and in_blocks) if arguments["dtype"] in _BLOCK_DTYPES else not (saves or in_blocks)
-    if not gpus.count and own_rank().size == 1 and can_pack:
-        packed = as_packed_layers(config, path, saves)
-        if packed is not None:
-            check_quantization(options.quantize, config)
-            return {**arguments, "config": packed}
-    is_mapped = isinstance(options.placement, Mapping)  # perhaps to main memory, too
-    if gpus.count == 1 and own_rank().size == 1 and not is_mapped and has_gpu_kernels():
-        packed = as_packed_layers(config, path, saves, on_gpu=True)
-        if packed is not None:
-            check_quantization(options.quantize, config)
-            return {**arguments, "config": packed}
-    if in_blocks:
+    _refuse(options, options.checkpoint_problem(config.to_dict()))  # before weights are quantised, which takes long
+    packed = _packed_layers(config, path, options, arguments["dtype"], gpus.count)
+    if packed is not None:
+        check_quantization(options.quantize, config)
+        return {**arguments, "config": packed}
+    if checkpoint_method(config) == BLOCKS:
         raise ModelLoadError(
             f"{path}: weights in blocks are for one process on a CPU in bf16 or fp32, and are not saved again; use the"
             " checkpoint that they were made from"
@@ -221,9 +212,18 @@ def model_arguments(path: str, options: TransformersOptions, **more: Any) -> dic
     return arguments | quantization_arguments(options, config, arguments["dtype"])
 
 
-def _refuse_unfit(options: TransformersOptions, config: Any) -> None:
-    """Raise ModelLoadError if a key does not fit the checkpoint: before its weights are quantised, which takes long."""
-    _refuse(options, options.checkpoint_problem(config.to_dict()))
+def _packed_layers(config: Any, path: str, options: TransformersOptions, dtype: torch.dtype | str, gpus: int) -> Any:
+    """Return the config with which code of this project reads the packed layers of a checkpoint; None if it does not.
+
+    It does in a worker of one process, on the CPU or on one GPU.
+    """
+    saves, in_blocks = options.save_mp_checkpoint_path is not None, checkpoint_method(config) == BLOCKS
+    if gpus:
+        is_mapped = isinstance(options.placement, Mapping)  # perhaps to main memory, too
+        can_pack = gpus == 1 and not is_mapped and has_gpu_kernels()
+    else:
+        can_pack = not (saves and in_blocks) if dtype in _BLOCK_DTYPES else not (saves or in_blocks)
+    return as_packed_layers(config, path, saves, gpus > 0) if can_pack and own_rank().size == 1 else None
 
 
 def _refuse(options: TransformersOptions, problem: tuple[str, str] | None) -> None:
