@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from handlers.checkpoints.blocks.int8_activations import Int8BlockLinear
-from handlers.checkpoints.blocks.layers import BlockLinear
+from handlers.checkpoints.blocks.layers import BlockLinear, reads_codebooks
 from handlers.checkpoints.blocks.packed_layers import keep_packed
 from handlers.checkpoints.quantization import (
     Int8Linear,
@@ -96,7 +96,7 @@ def test_4_bits_of_bitsandbytes_are_blocks_that_give_its_tokens(plain: Path) -> 
     engine.run()
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.tokens == generated_like(reference, prompt, answer.tokens, 12)
-    assert engine.fused["decoder_layers"] == 2
+    assert engine.fused["decoder_layers"] == (2 if reads_codebooks() else 0)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
@@ -112,9 +112,10 @@ def test_layers_of_4_bits_have_the_weights_of_bitsandbytes(kind: str, is_nested:
     expected = dequantize_4bit(packed.weight.data, packed.weight.quant_state)
     model: Any = nn.Sequential(packed)
     model.dtype = torch.float32
-    assert keep_packed(model) == 1
+    assert keep_packed(model) == reads_codebooks()  # elsewhere the layer keeps the code of its library
     for exact_rows in (256, 0):
-        model[0].laid[EXACT_ROWS] = exact_rows
+        if reads_codebooks():
+            model[0].laid[EXACT_ROWS] = exact_rows
         assert torch.equal(model[0](torch.eye(256)).T, expected)
 
 
