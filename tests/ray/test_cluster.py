@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's o
 
 STARTS = 4  # of a local cluster, before a machine is too busy for it
 FIXED = 2  # replicas of a model; each start of one takes some seconds of a processor
+DELAY_MS = 20  # of each token: with more tokens in the same time, clients take the processors from Ray
 until = partial(wait_until, limit_s=LIMIT_S)
 
 
@@ -45,13 +46,13 @@ def cluster() -> Iterator[RayCluster]:
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model of which there are always as many replicas."""
-    return echo_model(tmp_path_factory.mktemp("models") / "fixed", 5, minWorkers=FIXED, maxWorkers=FIXED)
+    return echo_model(tmp_path_factory.mktemp("models") / "fixed", DELAY_MS, minWorkers=FIXED, maxWorkers=FIXED)
 
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     """Return a model with one to three replicas, each for two requests."""
-    directory = echo_model(tmp_path_factory.mktemp("models") / "scaled", 5)
+    directory = echo_model(tmp_path_factory.mktemp("models") / "scaled", DELAY_MS)
     scaling = Autoscaling(
         min_replicas=1,
         max_replicas=3,
@@ -259,7 +260,7 @@ def test_a_replica_sees_the_devices_of_all_its_ranks(cluster: RayCluster) -> Non
 def test_ray_scales_by_what_replicas_hold_and_ends_no_stream(cluster: RayCluster) -> None:
     with loaded(cluster, "scaled", clients=8) as load:
         cluster.until_ready("scaled", 3)
-    with loaded(cluster, "scaled", clients=2, tokens=400) as few:
+    with loaded(cluster, "scaled", clients=2, tokens=100) as few:
         cluster.until_ready("scaled", 1)
     assert set(load.endings) == set(few.endings) == {"200"}
     assert set(load.streams) == set(few.streams) == {"whole"}
@@ -294,7 +295,7 @@ def test_a_new_version_replaces_replicas_and_loses_nothing(
 ) -> None:
     before = set(cluster.replicas("fixed"))
     properties = fixed / "serving.properties"
-    properties.write_text(properties.read_text().replace("delay_ms=5", "delay_ms=4"))
+    properties.write_text(properties.read_text().replace(f"delay_ms={DELAY_MS}", f"delay_ms={DELAY_MS - 1}"))
     others = set(cluster.replicas("scaled"))
     with loaded(cluster, "fixed") as load:
         cluster.deploy(deployments([str(fixed)], {})[0], scaled, ranked, asleep)

@@ -254,7 +254,7 @@ def _ending(status: int, events: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def loaded(
-    cluster: RayCluster, model: str, clients: int = 4, tokens: int = 40, url: str | None = None
+    cluster: RayCluster, model: str, clients: int = 4, tokens: int = 10, url: str | None = None
 ) -> Iterator[Load]:
     """Ask a model while the block runs, the head's front end if no `url` is given; every request has ended after it."""
     load = Load(url or str(cluster.http.base_url), model, clients, tokens)
