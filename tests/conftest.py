@@ -168,6 +168,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Keep what the modules have imported out of garbage collections, which would walk millions of objects each."""
     model_imports.freeze_libraries()
+
+
+def pytest_runtest_setup() -> None:
+    """Have clients share what tests before this one have imported."""
     shared_certificates.share()
 
 

@@ -13,14 +13,11 @@ _AUTHORITIES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 def share() -> None:
-    """Have httpx make its usual context once, if anything has imported httpx; other contexts are made as ever."""
-    transports = sys.modules.get("httpx._transports.default")
-    if transports is None:
-        return
-    usual: Any = vars(transports)["create_ssl_context"]
-    if isinstance(usual, _Shared):
-        return
-    vars(transports)["create_ssl_context"] = _Shared(usual)
+    """Have httpx and httpx2 make their usual context once, if anything has imported them; others are made as ever."""
+    for library in ("httpx", "httpx2"):
+        transports = sys.modules.get(f"{library}._transports.default")
+        if transports is not None and not isinstance(usual := vars(transports)["create_ssl_context"], _Shared):
+            vars(transports)["create_ssl_context"] = _Shared(usual)
 
 
 class _Shared:
