@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import shown_gpus
+from lmi_server.processes import late_compiler
 
 # The libraries make about two million objects that stay to the end. The usual thresholds (700, 10, 10) have the garbage
 # collector walk all of them dozens of times. It is not switched off, since loading a large model leaves garbage too.
@@ -87,19 +88,25 @@ def hide_triton() -> AbstractContextManager[None]:
     PyTorch imports it wherever it is installed. That takes 0.2 s, and at the end of the process Triton reports all its
     objects as leaks, a hundred lines of log.
     """
+    return contextlib.nullcontext() if _has_gpus() else hide("triton")
+
+
+def _has_gpus() -> bool:
     _, gpus = shown_gpus(process_environment())
-    return contextlib.nullcontext() if gpus else hide("triton")
+    return bool(gpus)
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import libraries here without garbage collections, and without Triton as `hide_triton` says.
+    """Import libraries here without garbage collections, and on CPUs without Triton and torch's compiler.
 
     What they make stays out of all later collections. transformers' imports leave 9000 objects of garbage, less than 1
     MB. Six collections during them, and the one of `finish_loading` over all that they made, took 0.4 s of a start.
     """
     imported, was_enabled = len(sys.modules), gc.isenabled()
     gc.disable()
+    if not _has_gpus():
+        late_compiler.import_late()
     try:
         with hide_triton():
             yield
@@ -132,11 +139,13 @@ _LATE = {
     "transformers.loss.loss_rt_detr": _LOSS_OF_DETECTION,
 }
 # Modules that do without a library if it is not installed, the library, and its name in the module. The first resamples
-# audio; with it comes scipy.stats: more than half a second of processor time. The other tunes training; with it come
-# scikit-learn and pandas: a fifth of what a rank imports.
+# audio; with it comes scipy.stats: more than half a second of processor time. The second tunes training; with it come
+# scikit-learn and pandas: a fifth of what a rank imports. The third asks a user about SageMaker; transformers imports
+# it, and boto3 takes 0.1 s.
 _OPTIONAL = {
     "vllm.multimodal.audio": ("scipy.signal", "scipy_signal"),
     "deepspeed.autotuning.tuner.cost_model": ("xgboost", "xgb"),
+    "accelerate.commands.config.sagemaker": ("boto3", "boto3"),
 }
 # It reads all installed packages and all files of its models.
 _SCANNING = "transformers.utils.import_utils"

@@ -121,6 +121,17 @@ def test_the_loss_of_object_detection_finds_scipy_when_it_needs_it() -> None:
 
 
 @pytest.mark.slow
+def test_accelerate_finds_boto3_when_it_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "boto3", raising=False)
+    spec = importlib.util.find_spec("accelerate.commands.config.sagemaker")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert "boto3" not in sys.modules
+    assert callable(module.boto3.client)
+    assert "boto3" in sys.modules
+
+
+@pytest.mark.slow
 def test_bitsandbytes_compiles_when_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
