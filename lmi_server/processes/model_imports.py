@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from lmi_server.machine.environment import process_environment
 from lmi_server.machine.inventory import shown_gpus
-from lmi_server.processes import late_compiler
 
 # The libraries make about two million objects that stay to the end. The usual thresholds (700, 10, 10) have the garbage
 # collector walk all of them dozens of times. It is not switched off, since loading a large model leaves garbage too.
@@ -88,25 +87,19 @@ def hide_triton() -> AbstractContextManager[None]:
     PyTorch imports it wherever it is installed. That takes 0.2 s, and at the end of the process Triton reports all its
     objects as leaks, a hundred lines of log.
     """
-    return contextlib.nullcontext() if _has_gpus() else hide("triton")
-
-
-def _has_gpus() -> bool:
     _, gpus = shown_gpus(process_environment())
-    return bool(gpus)
+    return contextlib.nullcontext() if gpus else hide("triton")
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import libraries here without garbage collections, and on CPUs without Triton and torch's compiler.
+    """Import libraries here without garbage collections, and without Triton as `hide_triton` says.
 
     What they make stays out of all later collections. transformers' imports leave 9000 objects of garbage, less than 1
     MB. Six collections during them, and the one of `finish_loading` over all that they made, took 0.4 s of a start.
     """
     imported, was_enabled = len(sys.modules), gc.isenabled()
     gc.disable()
-    if not _has_gpus():
-        late_compiler.import_late()
     try:
         with hide_triton():
             yield
