@@ -21,6 +21,8 @@ from lmi_server.processes.parents import end_with_parent
 MODEL = Path("models/smollm2-135m-instruct")
 NAME = MODEL.name.replace("-", "_")
 """The demo model, and the name under which it is served."""
+ECHO = ("option.entryPoint=djl_python.echo", "job_queue_size=20000")
+"""The serving.properties of a model that answers with the words of its prompt."""
 PING = b"GET /ping HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 _POLL_S = 0.02
 
@@ -152,6 +154,5 @@ def serving(
 @contextlib.contextmanager
 def echo_server(**options: object) -> Iterator[Server]:
     """Serve the echo handler with these options, and a job queue for 20,000 requests."""
-    lines = ("option.entryPoint=djl_python.echo", "job_queue_size=20000")
-    with model_directory(*lines, name="echo", **options) as directory, serving(directory) as server:
+    with model_directory(*ECHO, name="echo", **options) as directory, serving(directory) as server:
         yield server

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -102,12 +101,14 @@ class LLMHandler(ABC):
         """
         deltas = self.generate(request) if on_begin is None else self.generate_ahead(request, on_begin)
         left, take = BURST, receiver.take
-        async with aclosing(deltas):
+        try:
             async for delta in deltas:
                 left -= 1
                 if not take(delta) or not left:
                     left = left or BURST
                     await receiver.ready()
+        finally:  # `aclosing` would be an object and two coroutines for each request
+            await deltas.aclose()
 
     def note_waiting(self, requests: int) -> None:
         """Note how many requests wait that the handler has not seen, for its statistics."""
