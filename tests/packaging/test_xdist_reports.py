@@ -16,6 +16,8 @@ import pytest
 @pytest.fixture
 def printed():
     print("from a set-up")
+    yield
+    print("from an end")
 
 @pytest.fixture
 def broken():
@@ -37,7 +39,9 @@ def test_fails_as_expected(): assert False
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--durations=0", "-vv")], ids=["usual", "detailed"])
+@pytest.mark.parametrize(
+    "options", [(), ("--durations=0", "-vv"), ("--setup-show",)], ids=["usual", "detailed", "set-ups"]
+)
 def test_a_run_in_other_processes_shows_what_one_in_this_process_shows(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -53,4 +57,5 @@ def test_a_run_in_other_processes_shows_what_one_in_this_process_shows(
     assert "ERROR test_outcomes.py::test_has_a_broken_set_up - ValueError: a set-up" in lines
     assert "ERROR test_outcomes.py::test_has_a_broken_end - ValueError: an end" in lines
     assert "from a set-up" in lines  # -rA shows what a test that passes has printed
-    assert any("s setup  " in line for line in lines) == bool(options)
+    assert lines.count("from an end") == 2
+    assert any("s setup  " in line for line in lines) == ("--durations=0" in options)

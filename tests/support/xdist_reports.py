@@ -5,17 +5,21 @@ Otherwise a test is six of them, most with all names and marks of the test: abou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 # Options whose output is made of what is left out.
-_DETAILED = ("verbose", "durations", "xmlpath", "cpu_times")
+_DETAILED = ("verbose", "durations", "xmlpath", "cpu_times", "setupshow")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave out starts, ends, and the set-ups and ends of fixtures that passed, unless an option shows them."""
+    """Leave out starts, ends, and the set-ups and ends of fixtures that passed, unless an option shows them.
+
+    The end of a fixture that printed something is sent: it may be the log of what a test that failed used.
+    """
     if not hasattr(config, "workerinput") or any(getattr(config.option, name, None) for name in _DETAILED):
         return
     for plugin in config.pluginmanager.get_plugins():
@@ -34,6 +38,10 @@ class _Shown:
         if name in ("logstart", "logfinish"):
             return
         report = event.get("data", {}) if name == "testreport" else {}
-        if report.get("outcome") == "passed" and report["when"] != "call":
-            return
-        self._send(name, **event)
+        if report.get("outcome") != "passed" or report["when"] == "call" or _prints_at_its_end(report):
+            self._send(name, **event)
+
+
+def _prints_at_its_end(report: Mapping[str, Any]) -> bool:
+    """Return whether the output of an end is in a report; that of a set-up is in the report of the call, too."""
+    return any(title.endswith(" teardown") for title, _ in report["sections"])
