@@ -77,9 +77,10 @@ class RecentRequests:
 def _is_short(record: RequestRecord) -> bool:
     """Return whether all texts together are short: this runs for every request, and nearly always they are.
 
-    The server itself makes the route, the label of the model and the trace id, which are short.
+    The server itself makes the route, the label of the model and the trace id, which are short. The address of the
+    client may be any text of X-Forwarded-For.
     """
-    texts = f"{record.id}{record.error}"
+    texts = f"{record.id}{record.error}{record.client}"
     if record.summary is not None:
         texts = f"{texts}{record.summary.finish_reason}{record.summary.adapter}"
     return len(texts) <= _LONGEST and len(record.prompt) <= _PROMPT_BYTES
@@ -87,7 +88,7 @@ def _is_short(record: RequestRecord) -> bool:
 
 def _shorten(record: RequestRecord) -> RequestRecord:
     """Return a record that holds no more of what a client or a worker says than is shown."""
-    shorter = {name: excerpt(getattr(record, name), _LONGEST) for name in ("id", "error")}
+    shorter = {name: excerpt(getattr(record, name), _LONGEST) for name in ("id", "error", "client")}
     summary = record.summary
     if summary is not None:
         told = {name: excerpt(getattr(summary, name), _LONGEST) for name in ("finish_reason", "adapter")}

@@ -94,10 +94,11 @@ def test_it_keeps_the_last_thousand() -> None:
 def test_what_it_holds_of_a_request_is_bounded() -> None:
     recent = RecentRequests()
     long = "x" * 100_000
-    recent.add(record(id=long, error=long, prompt=b"y" * 8192))
-    found = recent.details(1)
-    assert found is not None
-    assert len(str(found)) < 4000
+    for number, more in enumerate(({"id": long, "error": long, "prompt": b"y" * 8192}, {"client": long}), start=1):
+        recent.add(record(**more))
+        found = recent.details(number)
+        assert found is not None
+        assert len(str(found)) < 4000
     recent.add(record(summary=Summary(long, 1, 1, 0, 1, None, 0.5, 0.0, long)))
     kept = recent._records[-1].summary
     assert kept is not None
