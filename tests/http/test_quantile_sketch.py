@@ -24,6 +24,7 @@ def test_what_was_counted_before_does_not_count() -> None:
     sketch = QuantileSketch()
     sketch.observe(5.0, 100)
     before = sketch.snapshot()
+    sketch.observe_all([])
     assert sketch.snapshot() is before
     sketch.observe(0.01, 3)
     assert sum(added_between(before, sketch.snapshot()).values()) == 3
@@ -33,6 +34,6 @@ def test_what_was_counted_before_does_not_count() -> None:
 
 def test_the_number_of_buckets_is_bounded() -> None:
     sketch = QuantileSketch()
-    sketch.observe_all([0.0, -1.0, float("inf")])
+    sketch.observe_all([0.0, -1.0, float("inf"), float("-inf"), float("nan")])
     sketch.observe_all([10.0**power * factor / 10 for power in range(-12, 12) for factor in range(10, 100)])
     assert len(sketch.snapshot()) < 540

@@ -34,8 +34,9 @@ class QuantileSketch:
 
     def observe_all(self, values: Sequence[float]) -> None:
         """Add each of `values`; together they cost a fifth of what they cost one by one."""
-        self._counts.update(map(_bucket_of, values))
-        self._snapshot = None
+        if values:
+            self._counts.update(map(_bucket_of, values))
+            self._snapshot = None
 
     def snapshot(self) -> Mapping[int, int]:
         """Return the counts at this moment by bucket; the same mapping while nothing is added."""
