@@ -39,6 +39,7 @@ from lmi_server.artifacts.unpacking.limits import ArchiveLimits
 from lmi_server.contract.errors import ArtifactError
 from lmi_server.contract.progress import Progress
 from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.secrets import SECRETS
 
 _Result = TypeVar("_Result")
 
@@ -198,7 +199,7 @@ def _location(text: str, base: Path) -> Location:
     try:
         return parse_location(text, base)
     except ValueError as error:
-        raise ArtifactError(f'model "{excerpt(text)}" {error}') from error
+        raise ArtifactError(f'model "{excerpt(SECRETS.mask(text), 200)}" {error}') from error
 
 
 def _bring(location: Location, revision: str | None, settings: ArtifactSettings, activity: Activity) -> Path:

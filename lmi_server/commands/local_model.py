@@ -14,6 +14,7 @@ from lmi_server.artifacts.progress import show_progress
 from lmi_server.configuration.resolve import Inspection, inspect_model
 from lmi_server.contract.errors import ArtifactError, ConfigurationError
 from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.machine.inventory import Machine
 from lmi_server.serving.models.fetch_model import fetch_directory
 from lmi_server.serving.models.model_store import ModelSource, is_spec, named_source
@@ -34,7 +35,7 @@ def local_model(argument: str, environment: Mapping[str, str]) -> ModelSource:
     try:
         return asyncio.run(_fetch(source, environment, artifact_settings(None, environment)))
     except ValueError as error:
-        raise ConfigurationError(f'model "{source.url}" {error}') from error
+        raise ConfigurationError(f'model "{excerpt(SECRETS.mask(source.url), 200)}" {error}') from error
     except ArtifactError as error:
         raise ConfigurationError(error.message) from error
 

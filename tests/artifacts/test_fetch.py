@@ -29,10 +29,18 @@ from lmi_server.artifacts.fetch import (
     fetch_model_directory,
 )
 from lmi_server.artifacts.unpacking.limits import ArchiveLimits
-from lmi_server.contract.errors import ArtifactError, ConfigurationError
+from lmi_server.commands.local_model import local_model
+from lmi_server.configuration.resolve import inspect_model
+from lmi_server.contract.errors import ArtifactError, ConfigurationError, LmiServerError
+from lmi_server.contract.metrics import drop_metric
 from lmi_server.contract.progress import Progress
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.ray.deployments.model_files import deployments
+from lmi_server.serving.adapters.adapters import fetch_adapter
 from lmi_server.serving.models.fetch_model import fetch_model
+from lmi_server.serving.models.loader import ModelLoader
+from lmi_server.serving.models.model import Model
+from lmi_server.serving.models.model_store import ModelSource, parse_spec
 
 BROKEN_INDEX = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:1/simple"}
 
@@ -123,6 +131,24 @@ async def test_a_directory_with_one_archive_stands_for_it(tmp_path: Path, settin
 def test_what_is_no_place_is_refused(tmp_path: Path, settings: ArtifactSettings, text: str) -> None:
     with pytest.raises(ArtifactError, match=f'^model "{re.escape(text)}" is not'):
         asyncio.run(fetch_artifacts(tmp_path, text, settings))
+
+
+def test_no_part_of_a_password_is_in_the_reason_however_long_it_is(tmp_path: Path, settings: ArtifactSettings) -> None:
+    url = f"ftp://user:{'secret' * 500}@host/model"
+    loader = ModelLoader({}, settings, inspect_model, {}, drop_metric)
+    reads = (
+        lambda: asyncio.run(fetch_artifacts(tmp_path, url, settings)),
+        lambda: asyncio.run(fetch_adapter(url, str(tmp_path), settings)),
+        lambda: asyncio.run(loader.fetch(Model(ModelSource(url, "m"), at_startup=False))),
+        lambda: local_model(url, {}),
+        lambda: parse_spec(f"[{url}]="),
+    )
+    for read in reads:
+        with pytest.raises(LmiServerError) as refused:
+            read()
+        assert "secret" not in SECRETS.mask(refused.value.message)
+        assert "://***@host/model" in refused.value.message
+        assert len(refused.value.message) < 1000
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from lmi_server.contract.errors import (
 from lmi_server.contract.protocol import Adapter, AddAdapter, RemoveAdapter
 from lmi_server.contract.texts.log_fields import WorkerLogger
 from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.secrets import SECRETS
 
 if TYPE_CHECKING:
     from lmi_server.supervisor.worker_process import WorkerProcess
@@ -225,7 +226,7 @@ async def fetch_adapter(source: str, model_dir: str, settings: ArtifactSettings,
     try:
         return str(await fetch_model_directory(str(Path(model_dir, source)) if beside else source, settings))
     except ArtifactError as error:
-        raise RequestError(f"src = {excerpt(source, 200)}: {error.message}") from error
+        raise RequestError(f"src = {excerpt(SECRETS.mask(source), 200)}: {error.message}") from error
 
 
 def adapters_in(directories: Sequence[Path]) -> tuple[RegisteredAdapter, ...]:

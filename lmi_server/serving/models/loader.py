@@ -22,6 +22,7 @@ from lmi_server.contract.errors import ConfigurationError, ModelNotFoundError
 from lmi_server.contract.metrics import Metric, MetricSink
 from lmi_server.contract.progress import Progress
 from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.serving.adapters.adapter_store import AdapterStore, fetch_from_store
 from lmi_server.serving.adapters.adapters import RegisteredAdapter
 from lmi_server.serving.adapters.store_listing import StoreListing
@@ -66,7 +67,7 @@ class ModelLoader:
         try:
             location = await asyncio.to_thread(parse_location, source.url, Path.cwd())
         except ValueError as error:
-            raise ModelNotFoundError(f'url = "{excerpt(source.url, 200)}" {error}') from error
+            raise ModelNotFoundError(f'url = "{excerpt(SECRETS.mask(source.url), 200)}" {error}') from error
         if isinstance(location, HubModel) and "/" not in source.url and not model.at_startup:
             raise ModelNotFoundError(
                 f'url = "{excerpt(source.url, 200)}" is not allowed; there is no such directory; name one, also of '

@@ -15,6 +15,7 @@ from lmi_server.configuration.model_file.application import models_of
 from lmi_server.configuration.model_file.read import name_in_file, name_of_member
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.machine.environment import is_multi_model
 
 HUB_VARIABLES = ("HF_MODEL_ID", "HF_REVISION", "HF_TASK")
@@ -155,7 +156,7 @@ def parse_spec(text: str, store: Path | None = None) -> ModelSource:
     prefix, url = _prefix_and_url(text.strip())
     if not url:
         raise ConfigurationError(
-            f'model "{excerpt(text)}" has no URL; allowed: url or [name:version:engine:devices]=url'
+            f'model "{excerpt(SECRETS.mask(text))}" has no URL; allowed: url or [name:version:engine:devices]=url'
         )
     name, version, *more = (*prefix.split(":", 3), "", "", "", "")[:4]
     url, settings = _split_query(url)
