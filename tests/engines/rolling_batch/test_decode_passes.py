@@ -20,6 +20,7 @@ from torch._inductor import config as inductor_config
 
 from handlers.rolling_batch.attention import slot_attention as attention
 from handlers.rolling_batch.attention.decode_passes import Step, column_counts, row_counts
+from handlers.rolling_batch.engine_loading import set_kernel_threads
 from handlers.rolling_batch.runner import model_runner
 
 GPU = torch.device("meta", 0)
@@ -209,6 +210,7 @@ def one_layer() -> Any:
 @pytest.mark.slow
 def test_compiled_decoding_gives_the_tokens_of_the_model(no_kernels: None, tmp_path: Path) -> None:
     torch._dynamo.reset()
+    set_kernel_threads()  # as a load does; numba's threads change the number that code is compiled for when they start
     engine = Engine(one_layer(), slots=6, context=600)  # passes of 256, 512 and 600 columns
     assert engine.runner.compile(6)
     compilations = counters["stats"]["unique_graphs"]
