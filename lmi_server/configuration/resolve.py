@@ -225,7 +225,7 @@ def model_name(model_dir: Path) -> str:
 
 def _checked_directory(directory: Path) -> Path:
     model_dir = Path(os.path.abspath(directory))
-    if len(str(model_dir).splitlines()) > 1:  # every message names it, and would look like several
+    if _has_line_end(str(model_dir)):  # every message names it, and would look like several
         raise ConfigurationError(
             f'model directory "{excerpt(str(model_dir), 200)}" has a line end in its name; rename it'
         )
@@ -239,16 +239,20 @@ def _checked_directory(directory: Path) -> Path:
 
 
 def _locate(keys: DecidingKeys, model_dir: Path) -> tuple[str, str | None]:
-    """Return the location of the model, and a problem if option.model_id does not name one."""
+    """Return the location of the model, and a problem if option.model_id, or a name of a file, is not allowed."""
     try:
         location = locate_model(keys.model_id, model_dir)
-        if len(location.splitlines()) > 1:  # as of the model directory
-            raise ValueError("is not allowed; there is a line end in it; rename what it names")
+        if _has_line_end(location):  # as of the model directory
+            raise ValueError(f'is not allowed; there is a line end in "{excerpt(Path(location).name)}"; rename it')
         return location, None
     except ValueError as error:
         source = keys.source(MODEL_ID)
-        assert source is not None, "without a model_id the model is its directory"
-        return str(model_dir), f"{source.describe(MODEL_ID)} {error}"
+        named = f"{model_dir}: its file in GGUF" if source is None else source.describe(MODEL_ID)
+        return str(model_dir), f"{named} {error}"
+
+
+def _has_line_end(text: str) -> bool:
+    return text.splitlines() != [text]
 
 
 def _default_sources(declared: Sequence[Option]) -> Given:

@@ -11,6 +11,7 @@ from lmi_server.configuration.declaration import Option
 from lmi_server.configuration.handlers import HANDLERS, HandlerSpec, load_options_type
 from lmi_server.configuration.options import ServingOptions
 from lmi_server.configuration.resolve import inspect_model
+from lmi_server.contract.errors import ConfigurationError
 from lmi_server.machine.inventory import Machine
 
 MACHINE = Machine(total_bytes=2**34, available_bytes=2**33)
@@ -84,7 +85,20 @@ def test_weights_with_a_line_end_in_their_name_are_refused_on_one_line(tmp_path:
     (tmp_path / "a\nb").mkdir()
     (tmp_path / "serving.properties").write_text(r"option.model_id=a\nb")
     (line,) = [line for line in inspect_model(tmp_path, {}, machine=MACHINE).problems if "model_id" in line]
-    assert r'option.model_id = "a\nb" is not allowed; there is a line end in it; rename' in line
+    assert r'option.model_id = "a\nb" is not allowed; there is a line end in "a\nb"; rename it' in line
+
+
+def test_a_file_in_gguf_with_a_line_end_in_its_name_is_refused_on_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a\nb.gguf").write_bytes(b"GGUF")
+    (line,) = [line for line in inspect_model(tmp_path, {}, machine=MACHINE).problems if "line end" in line]
+    assert line == rf'{tmp_path}: its file in GGUF is not allowed; there is a line end in "a\nb.gguf"; rename it'
+
+
+def test_a_model_directory_whose_name_ends_a_line_is_refused(tmp_path: Path) -> None:
+    directory = tmp_path / "a\n"
+    directory.mkdir()
+    with pytest.raises(ConfigurationError, match=r'/a\\n" has a line end in its name; rename it'):
+        inspect_model(directory, {}, machine=MACHINE)
 
 
 @pytest.mark.parametrize("key", DECIDING)
