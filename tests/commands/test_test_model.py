@@ -20,6 +20,7 @@ def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_model_answers_once(tmp_path: Path) -> None:
     model = make_own(tmp_path / "model", Path("contract"))
     done = run(model, "--input", "a text", "--parameters", "x-case=echo")

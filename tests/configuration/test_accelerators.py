@@ -110,7 +110,9 @@ def candidates(option: Option, directory: Path) -> Iterator[str]:
     yield from ("1", "0.5", "2.0", "fp8", "true", "1,2", '{"a": 1}', str(directory), "text")
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize(
+    "section", [pytest.param(name, marks=[pytest.mark.slow] if name == "TensorRT-LLM" else []) for name in SECTIONS]
+)
 def test_a_key_is_served_or_names_what_is_missing(section: str, tmp_path: Path) -> None:
     """Each documented key, with each documented value; of the other keys one value that they take."""
     documented = json.loads((DATA / "documented_keys.json").read_text())

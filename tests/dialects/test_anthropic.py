@@ -241,6 +241,7 @@ def test_any_body_is_parsed_or_refused(body: dict[str, Any]) -> None:
 # --- answers ---
 
 
+@pytest.mark.slow
 def test_the_sdk_reads_a_message() -> None:
     with client_of(CALLS) as client:
         message = client.messages.create(model="tiny", max_tokens=8, messages=HELLO)  # type: ignore[arg-type]
@@ -259,6 +260,7 @@ def test_the_sdk_reads_a_message() -> None:
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (2, 1, 5)
 
 
+@pytest.mark.slow
 def test_the_sdk_reads_a_stream_of_blocks() -> None:
     with (
         client_of(CALLS) as client,
@@ -296,6 +298,7 @@ def test_the_events_of_a_stream() -> None:
     assert sent[-2]["usage"]["output_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_the_sdk_reads_a_text_stream() -> None:
     with (
         client_of(DELTAS) as client,
@@ -402,6 +405,7 @@ def test_other_apis_say_it_in_openais_words() -> None:
     assert "ask for 56 new tokens at most" in too_many.message
 
 
+@pytest.mark.slow
 def test_the_sdk_raises_its_own_errors() -> None:
     import anthropic
 

@@ -415,6 +415,7 @@ def test_without_a_store_there_are_no_such_paths(tmp_path: Path) -> None:
         assert server.http.post("/v1/files").status_code == 404
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")

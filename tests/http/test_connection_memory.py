@@ -9,6 +9,8 @@ import sys
 import pytest
 from ports import reserved_port
 
+pytestmark = pytest.mark.slow
+
 # Runs a server, sends it the same request many times while its garbage collector is off, and prints for each kind of
 # request how many objects of them only the collector would find.
 SERVER = """

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol: a model of each kind in one server, asked in JSON and in binary tensors."""
+"""The Open Inference Protocol: models of each kind in a server, asked in JSON and in binary tensors."""
 
 from __future__ import annotations
 
@@ -28,14 +28,27 @@ def handle(inputs):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(*text_and_own(tmp_path_factory.mktemp("kserve")), workers=2) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def with_table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve a table as well, for slow tests: the import of scikit-learn takes seconds, here and in the worker."""
     home = tmp_path_factory.mktemp("kserve")
-    for name in ("text", "table", "own"):
+    (home / "table").mkdir()
+    save_table(home / "table")
+    with running(*text_and_own(home), home / "table", workers=3) as server:
+        yield server
+
+
+def text_and_own(home: Path) -> tuple[Path, Path]:
+    """Write a model that generates text and one of its own code."""
+    for name in ("text", "own"):
         (home / name).mkdir()
     (home / "text" / "serving.properties").write_text("option.entryPoint=djl_python.echo")
     (home / "own" / "model.py").write_text(OWN)
-    save_table(home / "table")
-    with running(*(home / name for name in ("text", "table", "own")), workers=3) as server:
-        yield server
+    return home / "text", home / "own"
 
 
 def save_table(directory: Path) -> None:
@@ -71,9 +84,16 @@ def test_health_and_metadata(server: Server) -> None:
     text = get("/v2/models/text").json()
     assert text["inputs"] == [{"name": "text_input", "datatype": "BYTES", "shape": [-1]}]
     assert text["outputs"] == [{"name": "text_output", "datatype": "BYTES", "shape": [-1]}]
-    assert get("/v2/models/table").json()["inputs"] == [{"name": "input", "datatype": "FP32", "shape": [-1, -1]}]
     assert get("/v2/models/own").json()["inputs"] == []
     index = server.http.post("/v2/repository/index").json()
+    assert [(model["name"], model["state"]) for model in index] == [("own", "READY"), ("text", "READY")]
+
+
+@pytest.mark.slow
+def test_metadata_of_a_table(with_table: Server) -> None:
+    about = with_table.http.get("/v2/models/table").json()
+    assert about["inputs"] == [{"name": "input", "datatype": "FP32", "shape": [-1, -1]}]
+    index = with_table.http.post("/v2/repository/index").json()
     assert [(model["name"], model["state"]) for model in index] == [
         (name, "READY") for name in ("own", "table", "text")
     ]
@@ -112,14 +132,15 @@ def test_binary_tensors(server: Server) -> None:
     assert answer.headers["content-type"] == "application/octet-stream"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("datatype", "code"), [("FP16", "e"), ("FP32", "f"), ("FP64", "d"), ("INT64", "q"), ("UINT8", "B")]
 )
-def test_rows_of_numbers(server: Server, datatype: str, code: str) -> None:
+def test_rows_of_numbers(with_table: Server, datatype: str, code: str) -> None:
     flat = [int(value) if datatype[0] in "IU" else value for row in ROWS for value in row]
     data = struct.pack(f"<6{code}", *flat)
     entry = {"name": "rows", "datatype": datatype, "shape": [3, 2], "parameters": {"binary_data_size": len(data)}}
-    answer = binary(server, "table", {"inputs": [entry], "outputs": [{"name": "output"}]}, data).json()
+    answer = binary(with_table, "table", {"inputs": [entry], "outputs": [{"name": "output"}]}, data).json()
     (output,) = answer["outputs"]
     assert (output["datatype"], output["shape"]) == ("FP64", [3])
     assert output["data"] == pytest.approx([3, 2, 9])
@@ -155,15 +176,29 @@ def test_the_generate_extension(server: Server) -> None:
         ("text/infer", {"inputs": [tensor(["a"])], "parameters": {"top_p": 3}}, 400, "parameters.top_p"),
         ("text/generate", {"text_input": "a", "stream": True}, 400, "post to generate_stream"),
         ("text/generate", {"text_input": ""}, 400, "text_input"),
-        ("table/infer", {"inputs": [tensor([1.0], "FP32"), tensor([1.0], "FP32")]}, 400, "this model takes one"),
-        ("table/infer", {"inputs": [tensor([1.0], "FP32")], "outputs": [{"name": "x"}]}, 400, "ask for output"),
-        ("table/generate", {"text_input": "a"}, 400, ""),
         ("none/infer", {"inputs": []}, 404, "Model or workflow not found: none"),
         ("text/versions/9/infer", {"inputs": []}, 404, "Model or workflow not found: text/9"),
         ("text/unknown", {}, 404, "Requested resource is not found"),
     ],
 )
 def test_errors_have_the_protocol_s_form(server: Server, path: str, body: Any, status: int, message: str) -> None:
+    check_error(server, path, body, status, message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("table/infer", {"inputs": [tensor([1.0], "FP32"), tensor([1.0], "FP32")]}, "this model takes one"),
+        ("table/infer", {"inputs": [tensor([1.0], "FP32")], "outputs": [{"name": "x"}]}, "ask for output"),
+        ("table/generate", {"text_input": "a"}, ""),
+    ],
+)
+def test_errors_of_a_table_have_the_protocol_s_form(with_table: Server, path: str, body: Any, message: str) -> None:
+    check_error(with_table, path, body, 400, message)
+
+
+def check_error(server: Server, path: str, body: Any, status: int, message: str) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = server.http.post(f"/v2/models/{path}", content=content)
     assert answer.status_code == status, answer.text
@@ -208,19 +243,29 @@ with triton.InferenceServerClient("127.0.0.1:8080") as client:
 """
 
 
-def test_triton_s_client(server: Server) -> None:
-    code = TRITON.replace("127.0.0.1:8080", f"127.0.0.1:{server.port}").replace("ROWS", str(ROWS))
+@pytest.mark.slow
+def test_triton_s_client(with_table: Server) -> None:
+    code = TRITON.replace("127.0.0.1:8080", f"127.0.0.1:{with_table.port}").replace("ROWS", str(ROWS))
     printed = ClientScripts({"triton": ("tritonclient", code)}).output("triton")
     assert printed == "Model or workflow not found: none\n"
 
 
+# The bodies are those of kserve 0.21, whose thirty packages no environment of the tests has.
+KSERVE_ID = "a3ab4e73-79c0-4dcb-9c7b-af10074f3333"
+
+
 def test_what_kserve_s_client_sends(server: Server) -> None:
-    """The body is that of kserve 0.21, whose thirty packages no environment of the tests has."""
-    body = {"id": "a3ab4e73-79c0-4dcb-9c7b-af10074f3333", "model_name": "text"}
+    body = {"id": KSERVE_ID, "model_name": "text"}
     prompts = {"name": "text_input", "shape": [2], "datatype": "BYTES", "data": ["a b", "c"]}
     asked = {**body, "inputs": [prompts], "parameters": {"max_tokens": 1}}
     answer = server.http.post("/v2/models/text/infer", json=asked).json()
     assert (answer["id"], answer["outputs"][0]["data"]) == (body["id"], [" a", " c"])
-    header = {**body, "model_name": "table", "inputs": [{"name": "rows", "shape": [1, 2], "datatype": "FP32"}]}
-    header["inputs"][0]["parameters"] = {"binary_data_size": 8}
-    assert binary(server, "table", header, struct.pack("<2f", 2, 3)).json()["outputs"][0]["data"] == pytest.approx([9])
+
+
+@pytest.mark.slow
+def test_what_kserve_s_client_sends_for_a_table(with_table: Server) -> None:
+    rows = {"name": "rows", "shape": [1, 2], "datatype": "FP32", "parameters": {"binary_data_size": 8}}
+    header = {"id": KSERVE_ID, "model_name": "table", "inputs": [rows]}
+    assert binary(with_table, "table", header, struct.pack("<2f", 2, 3)).json()["outputs"][0]["data"] == pytest.approx(
+        [9]
+    )

@@ -398,6 +398,7 @@ def test_a_client_that_reads_slowly_is_waited_for(server: Server) -> None:
     assert answer.endswith(b"\r\n0\r\n\r\n")
 
 
+@pytest.mark.slow
 def test_what_clients_leave_unread_has_a_limit_together(server: Server) -> None:
     before = resident_mib(server)
     asked = raw_request("x" * 50_000, 210, close=True)  # 10 MiB are more than the system takes for one connection

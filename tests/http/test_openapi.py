@@ -40,6 +40,7 @@ def operations(document: dict[str, Any]) -> list[tuple[str, str]]:
     return [(method, path) for path, methods in document["paths"].items() for method in methods]
 
 
+@pytest.mark.slow
 def test_it_is_a_document_of_openapi(document: dict[str, Any]) -> None:
     validator = pytest.importorskip("openapi_spec_validator")
     validator.validate(document)
@@ -142,6 +143,7 @@ def test_the_page_needs_nothing_else(server: Server) -> None:
     assert not re.search(r"<script|src=|href=\"http", page.text)
 
 
+@pytest.mark.slow
 def test_every_answer_has_the_id_of_its_request(server: Server, document: dict[str, Any]) -> None:
     """All paths, each with what it takes and with what it refuses."""
     calls = [

@@ -300,6 +300,7 @@ def log_in_json(directory: Path, *arguments: str, code: int, until: str = "", **
     return [json.loads(line) for line in log.lines]
 
 
+@pytest.mark.slow
 def test_a_log_in_json_is_json_from_the_first_line(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     (tmp_path / "config.properties").write_text("log_format=json\nno_such_setting=1\n")
@@ -314,6 +315,7 @@ def test_a_log_in_json_is_json_from_the_first_line(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "timeout", "message"), [([], "none", '"none" is not allowed'), (["nowhere"], "1", "nowhere")]
 )
@@ -324,6 +326,7 @@ def test_errors_before_the_start_are_lines_in_json(
     assert (line["level"], message in line["message"]) == ("ERROR", True)
 
 
+@pytest.mark.slow
 def test_a_worker_that_raises_leaves_one_line_in_json(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.py").write_text(

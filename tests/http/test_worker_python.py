@@ -101,6 +101,7 @@ def test_a_program_that_is_no_python(server: Server, tmp_path: Path) -> None:
     assert "option.pythonExecutable: /bin/false failed (exit code 1)" in refused.json()["message"]
 
 
+@pytest.mark.slow
 def test_the_worker_runs_in_the_interpreter_that_the_model_names(server: Server, tmp_path: Path) -> None:
     directory = tmp_path / "named"
     python = virtual_environment(directory / "python")

@@ -289,6 +289,7 @@ def test_a_replica_that_ends_finishes_its_streams_and_gets_no_new_requests(clust
     assert cluster.processes["a"].process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_an_adapter_reaches_the_replicas_that_are_there_and_those_that_come(cluster: Cluster, tmp_path: Path) -> None:
     http = cluster.front_end.http
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -41,6 +41,7 @@ print(*{name.partition(".")[0] for name in sys.modules})
 """
 
 
+@pytest.mark.slow
 def test_modules_of_fast_tests_import_no_engine() -> None:
     files = [str(path) for folder in FAST for path in sorted((TESTS / folder).glob("test_*.py"))]
     program = f"import sys; sys.path[:0] = {[str(TESTS / 'support'), str(ROOT)]}\n{_PROGRAM}"

@@ -126,7 +126,7 @@ def test_other_formats_are_refused(data: bytes) -> None:
         lambda: image_file("TIFF", (3000, 3000), "L"),
         lambda: image_file("WEBP", (3000, 3000)),
         lambda: image_file("JPEG", (3000, 3000)),
-        lambda: image_file("AVIF", (3000, 3000)),
+        pytest.param(lambda: image_file("AVIF", (3000, 3000)), marks=pytest.mark.slow),
         lambda: b"P6 9000 9000 255\n",
         lambda: tiff_of_tiles(4096),
     ],

@@ -26,6 +26,7 @@ def collector_lets_other_threads_run() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("collector_lets_other_threads_run")
 def test_threads_do_not_disturb_each_other() -> None:
     source = (ROOT / "handlers/rolling_batch/engine_loading.py").read_bytes()

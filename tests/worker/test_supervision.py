@@ -203,6 +203,7 @@ def test_a_worker_that_the_kernel_ended_for_its_memory_answers_507(server: Serve
     assert server.http.delete("/models/greedy").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_request_that_ended_its_worker_twice_is_quarantined(server: Server) -> None:
     for _ in range(2):
         assert ask(server, "die", "careful").status_code == 503

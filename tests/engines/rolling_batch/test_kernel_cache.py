@@ -102,6 +102,7 @@ def test_without_any_place_they_are_compiled_anew(tmp_path: Path, obstacle: str)
     assert own.is_file() or not list(own.iterdir())
 
 
+@pytest.mark.slow
 def test_kernels_for_other_processors_have_names_of_their_own() -> None:
     """Machines that share a folder do not write each other's files."""
     code = "from handlers.cpu_kernels.rows import rotate; print(rotate.py_func.__qualname__)"

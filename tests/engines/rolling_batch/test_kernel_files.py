@@ -233,6 +233,7 @@ def test_a_kernel_that_is_not_to_be_trusted_is_compiled_anew(shared_caller: Call
     assert not (path.parent / "executed").exists()
 
 
+@pytest.mark.slow
 def test_code_with_an_address_of_its_process_is_not_kept(caller: Caller) -> None:
     assert caller.ask("at_address") == 7
     assert [file.name.split("_")[0] for file in caller.files()] == ["program.triple"]

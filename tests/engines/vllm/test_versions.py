@@ -6,6 +6,7 @@ Without that script there is one version, the one that the other tests run with.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +42,7 @@ def module_of(folder: Path, name: str) -> Path | None:
     return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 
+@functools.cache
 def parsed(path: Path | None) -> ast.Module:
     return ast.Module([], []) if path is None else ast.parse(path.read_text(encoding="utf-8"))
 
@@ -96,6 +98,7 @@ def test_each_difference_is_needed_or_gone(folder: Path) -> None:
     assert "def validate_token_ids" in base or "self.model_config" in base
 
 
+@pytest.mark.slow
 def test_a_pooled_output_of_0_31_has_no_error() -> None:
     from handlers.vllm.differences import failure_of
 
