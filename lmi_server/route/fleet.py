@@ -21,6 +21,7 @@ import msgspec
 
 from lmi_server.contract.errors import ConfigurationError
 from lmi_server.contract.texts.quoting import excerpt
+from lmi_server.contract.texts.secrets import SECRETS
 from lmi_server.route.backend import Site
 from lmi_server.route.connection import Connections, Headers, Peer
 
@@ -252,7 +253,8 @@ class _Place:
             raise ConfigurationError(f'URL = "{shown}" is not allowed: {error}') from None
         is_plain = parts.scheme == "http"
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ConfigurationError(f'URL = "{excerpt(url)}" is not allowed; write http://HOST:PORT or https://HOST')
+            shown = excerpt(SECRETS.mask(url))
+            raise ConfigurationError(f'URL = "{shown}" is not allowed; write http://HOST:PORT or https://HOST')
         if parts.username is not None or not all("!" <= character <= "~" for character in url):
             raise ConfigurationError(
                 f'URL = "{excerpt(url.rpartition("@")[2])}" is not allowed with a user, spaces or letters beyond ASCII;'

@@ -150,6 +150,7 @@ async def test_no_request_gets_the_connection_of_a_check() -> None:
         "http://h\r\nx: y",
         "http://a..b",
         "http://u:secret@h:99999",
+        f"ftp://u:{'secret' * 50}@h",
     ],
 )
 def test_what_is_no_address_of_a_server_is_refused(url: str) -> None:
