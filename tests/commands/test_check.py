@@ -121,6 +121,8 @@ def test_annotations_stand_at_their_lines(wrong: str, tmp_path: Path) -> None:
     code, printed = run("--github", wrong)
     assert code == 1
     assert printed.startswith(f"::error file={wrong},line=3::minWorkers")
+    wide = model(tmp_path / "模型\u3000目录", "minWorkers=many\n")
+    assert run("--github", wide)[1].startswith(f"::error file={wide},line=1::minWorkers")
     escape = model(tmp_path / "escape", "a=\\u12\n")
     assert run("--github", escape)[1].startswith(f"::error file={escape},line=1::malformed escape")
     hidden = model(tmp_path / "hostile", "minWorkers=1\\n::add-mask::x\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lmi_server.contract.errors import LmiServerError
-from lmi_server.contract.texts.quoting import as_record, excerpt, shorten
+from lmi_server.contract.texts.quoting import as_record, excerpt, one_line, shorten
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,19 @@ from lmi_server.contract.texts.quoting import as_record, excerpt, shorten
 def test_unprintable_characters_are_escaped(text: str, expected: str) -> None:
     assert excerpt(text) == expected
     excerpt(text).encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("模型\u3000目录/a\xa0b/👩\u200d🔬", "模型\u3000目录/a\xa0b/👩\u200d🔬"),
+        ("\t\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029", r"\t\n\x0b\x0c\r\x1c\x1d\x1e\x85\u2028\u2029"),
+        ("\x1b[2J\x9b\x7f\u202egnp\u2066", r"\x1b[2J\x9b\x7f\u202egnp\u2066"),
+        ("half \ud800", r"half \ud800"),
+    ],
+)
+def test_a_line_of_a_message_keeps_the_names_of_files(text: str, expected: str) -> None:
+    assert one_line(text) == expected
 
 
 def test_a_long_text_is_cut_and_says_so() -> None:

@@ -12,6 +12,7 @@ _DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 _ESCAPES |= {code: f"\\u{code:04x}" for code in (0x2028, 0x2029, *_DIRECTIONS)}
 _IN_RECORD = _ESCAPES | {ord("\n"): "\n  "}
+_ON_ONE_LINE = _ESCAPES | {ord("\t"): r"\t", ord("\n"): r"\n", ord("\r"): r"\r"}
 
 NOT_FOR_TERMINALS = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029, *_DIRECTIONS)}
 """The escapes in JSON of what JSON leaves as it is, and still moves a cursor, ends a line or turns the order."""
@@ -23,15 +24,19 @@ def excerpt(text: str, longest: int = LONGEST) -> str:
     Line ends, control characters, marks of the direction of writing and lone surrogates are unprintable. So a quoted
     text forges no line, controls no terminal, and can always be encoded. The cost does not grow with the text.
     """
-    start = one_line(text[:longest])
+    start = text[:longest]
+    if not start.isprintable():
+        start = "".join(character if character.isprintable() else _escape(character) for character in start)
     return start if len(text) <= longest else f"{start}... ({len(text)} characters)"
 
 
 def one_line(text: str) -> str:
-    """Return the whole text with escapes in place of unprintable characters, for a message that is one line."""
-    if text.isprintable():
-        return text
-    return "".join(character if character.isprintable() else _escape(character) for character in text)
+    """Return the whole text as one line of a message: what ends lines or controls a terminal is there as escapes.
+
+    So are marks of the direction of writing and lone surrogates. Spaces of any width and joined characters stay: a path
+    in the message has to name its file.
+    """
+    return text if text.isprintable() else sendable(text.translate(_ON_ONE_LINE))
 
 
 def shorten(message: str, longest: int = LONGEST_MESSAGE) -> str:
