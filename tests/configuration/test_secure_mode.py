@@ -232,6 +232,7 @@ def test_a_loop_of_links_ends(tmp_path: Path) -> None:
         ({"SAGEMAKER_SECURE_MODE": "true"}, "SAGEMAKER_SECURITY_CONTROLS is not set"),
         ({"SAGEMAKER_SECURE_MODE": "yes"}, "allowed: true or false"),
         ({"SAGEMAKER_SECURE_MODE": "true", "SAGEMAKER_SECURITY_CONTROLS": "DISALLOW_ALL"}, '"DISALLOW_ALL"'),
+        ({"SAGEMAKER_SECURE_MODE": "true", "SAGEMAKER_SECURITY_CONTROLS": "a\nb"}, r'"a\nb" is not allowed'),
     ],
 )
 def test_variables_that_nobody_understands_stop_the_model(

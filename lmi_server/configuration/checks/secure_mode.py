@@ -170,7 +170,7 @@ def secure_mode(environment: Mapping[str, str]) -> SecureMode | None:
     unknown = [name for name in controls if name not in CONTROLS]
     if unknown:
         raise ConfigurationError(
-            f'variable {SECURITY_CONTROLS}: "{unknown[0]}" is not allowed; allowed: {", ".join(CONTROLS)}'
+            f'variable {SECURITY_CONTROLS}: "{excerpt(unknown[0])}" is not allowed; allowed: {", ".join(CONTROLS)}'
         )
     return SecureMode(frozenset(controls), tuple(map(Path, _names(environment, UNTRUSTED_CHANNELS))))
 
