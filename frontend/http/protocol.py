@@ -210,7 +210,7 @@ class RelayProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.answering = cycle
         if isinstance(app, ProxyHeadersMiddleware) and _OF_PROXY.isdisjoint(dict(cycle.scope["headers"])):
-            app = app.app  # which spares nearly all requests a coroutine, and 3 % of the front end's time
+            app = app.app  # spares a coroutine: 2 % of the front end's instructions (benchmarks.instructions)
         super()._start_asgi_task(cycle, without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_response_complete(self) -> None:
