@@ -25,6 +25,7 @@ from benchmarks.servers import ECHO, Server, model_directory, stopping
 CONNECTIONS = 64
 WARM_S = 5
 MEASURED_S = 20
+_WRITTEN_S = 60
 VALGRIND = ("valgrind", "--tool=callgrind", "--trace-children=yes", "--instr-atstart=no")
 
 
@@ -39,14 +40,15 @@ class Counted:
         subprocess.run(["callgrind_control", *arguments, self._pid], check=True, capture_output=True)
 
     async def count(self, seconds: float) -> int:
-        """Return the instructions in the next `seconds`."""
+        """Return the instructions in the next `seconds`. Raises TimeoutError if callgrind does not write them."""
         before = self._written()
         self._control("--instr=on")
         await asyncio.sleep(seconds)
         self._control("--instr=off")
         self._control("--dump")
-        while not (written := self._written() - before):  # noqa: ASYNC110 - the process writes it at its next turn
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(_WRITTEN_S):
+            while not (written := self._written() - before):  # noqa: ASYNC110 - the process writes it at its next turn
+                await asyncio.sleep(0.1)
         return sum(_total(path) for path in written)
 
     def _written(self) -> set[Path]:
